@@ -1,0 +1,1 @@
+"""kvtier: a persistent tier for the KV cache of LLM inference engines."""

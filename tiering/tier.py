@@ -1,0 +1,144 @@
+"""What tiers, origins and leases promise each other.
+
+A hierarchy here moves opaque, immutable byte strings under 32-byte keys. It knows nothing of sessions, tensors or S3: whoever
+composes it injects an :class:`Origin` that fetches and verifies values.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class Miss(enum.Enum):
+    """Why there are no bytes: a value, never an exception."""
+
+    ABSENT = "absent"  # nobody has it
+    CORRUPT = "corrupt"  # somebody had it, and the bytes were not what they claim; they were dropped
+    TIMEOUT = "timeout"  # the deadline passed first; it may arrive later
+    FULL = "full"  # everything that could make room is leased
+    UNAVAILABLE = "unavailable"  # the tier or origin failed
+
+
+class Want(msgspec.Struct, frozen=True):
+    """One value somebody wants.
+
+    Attributes:
+        key: 32 bytes.
+        size: Length of the value in bytes; known before it is read, so that room is reserved exactly.
+        ref: Whatever an origin needs to find the value; opaque to this package.
+    """
+
+    key: bytes
+    size: int
+    ref: object = None
+
+
+class Lease:
+    """Bytes that stay as they are until released: nothing leased is evicted, moved or overwritten.
+
+    Attributes:
+        key: The value's key.
+        view: The bytes, read-only.
+        offset: Where they start in the tier's shared arena, for a reader that maps it; -1 where there is no arena.
+    """
+
+    __slots__ = ("_release", "key", "offset", "view")
+
+    def __init__(self, key: bytes, view: memoryview, offset: int, release: Callable[[], None]) -> None:
+        self.key = key
+        self.view = view.toreadonly()
+        self.offset = offset
+        self._release: Callable[[], None] | None = release
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self.view.nbytes
+
+    def release(self) -> None:
+        """Let go. Calling it again does nothing. The view must not be used afterwards."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Slot(Protocol):
+    """Room reserved for one value that is being written. Exactly one of `commit` and `abort` ends it."""
+
+    view: memoryview
+
+    def commit(self) -> Lease:
+        """The bytes are complete: make them visible under the key, and lease them to the writer."""
+        ...
+
+    def abort(self) -> None:
+        """Give the room back. Calling it after `commit` or twice does nothing."""
+        ...
+
+
+class Tier(Protocol):
+    """A place that keeps values under a byte limit. `used` counts payload bytes, reservations included."""
+
+    name: str
+
+    @property
+    def used(self) -> int:
+        """Payload bytes held or reserved; never above `limit`."""
+        ...
+
+    @property
+    def limit(self) -> int:
+        """Payload bytes it may hold."""
+        ...
+
+    async def get_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
+        """Each value leased, or why not; in the order asked."""
+        ...
+
+    async def put_many(self, items: Sequence[tuple[Want, memoryview]]) -> list[bool]:
+        """Keep a copy of each value. False where there was no room: a tier drops, it never stalls. A repeat is True."""
+        ...
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which are here now. Cheap; never waits."""
+        ...
+
+    def discard_many(self, keys: Sequence[bytes]) -> int:
+        """Forget these values unless they are leased; how many went."""
+        ...
+
+    async def evict(self, nbytes: int) -> int:
+        """Make at least that many bytes free if leases allow; how many were freed."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop. What is durable stays."""
+        ...
+
+
+class Origin(Protocol):
+    """Where values come from when no tier has them: a bucket, later peers. It verifies before it answers."""
+
+    name: str
+
+    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+        """Fill `into` (exactly `want.size` bytes) with verified bytes. None: done. On a miss `into` holds garbage."""
+        ...
+
+    async def offer(self, want: Want, value: Lease) -> bool:
+        """Here is a value you may keep. It may decline or fail silently (False). The caller keeps the lease until then."""
+        ...
+
+    async def contains(self, wants: Sequence[Want]) -> int:
+        """Length of the leading run that it holds."""
+        ...
