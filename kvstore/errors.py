@@ -172,30 +172,74 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 KINDS: dict[str, Kind] = {
     "internal": Kind(KVTierError, 500, EXIT_FAILED, "this is a defect of kvtier: report it with the log line of this request"),
-    "conflict": Kind(Conflict, 409, EXIT_FAILED, "read the session again, then commit on its current version, or fork at the common prefix"),
-    "unavailable": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "retry with back-off; `kvtier doctor` names the part that does not answer"),
-    "timeout": Kind(Unavailable, 504, EXIT_UNAVAILABLE, "retry with a longer deadline, or look at the store's latency with `kvtier stats`"),
-    "outcome_unknown": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "the write may or may not have landed: read the session before writing again"),
+    "conflict": Kind(
+        Conflict, 409, EXIT_FAILED, "read the session again, then commit on its current version, or fork at the common prefix"
+    ),
+    "unavailable": Kind(
+        Unavailable, 503, EXIT_UNAVAILABLE, "retry with back-off; `kvtier doctor` names the part that does not answer"
+    ),
+    "timeout": Kind(
+        Unavailable, 504, EXIT_UNAVAILABLE, "retry with a longer deadline, or look at the store's latency with `kvtier stats`"
+    ),
+    "outcome_unknown": Kind(
+        Unavailable, 503, EXIT_UNAVAILABLE, "the write may or may not have landed: read the session before writing again"
+    ),
     "store_busy": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "the store asks for fewer requests: back off"),
     "store_conflict": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "two conditional writes met inside the store (409): retry"),
-    "clock_skew": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "set this host's clock (NTP): it differs from the store's by more than is allowed"),
-    "store_not_initialised": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "run `kvtier doctor`: format.json or epoch is missing under the root; restore them or use an empty root"),
+    "clock_skew": Kind(
+        Unavailable, 503, EXIT_UNAVAILABLE, "set this host's clock (NTP): it differs from the store's by more than is allowed"
+    ),
+    "store_not_initialised": Kind(
+        Unavailable,
+        503,
+        EXIT_UNAVAILABLE,
+        "run `kvtier doctor`: format.json or epoch is missing under the root; restore them or use an empty root",
+    ),
     "overloaded": Kind(Overloaded, 429, EXIT_UNAVAILABLE, "back off and retry; raise the limit it names if this is normal load"),
     "not_found": Kind(NotFound, 404, EXIT_NOT_FOUND, "check the name; `kvtier sessions ls` shows what exists"),
     "gone": Kind(Gone, 410, EXIT_NOT_FOUND, "the session was deleted or expired: create it again"),
     "already_exists": Kind(AlreadyExists, 409, EXIT_FAILED, "choose another name, or delete the session that has it"),
     "denied": Kind(Denied, 403, EXIT_FAILED, "check the credentials and the rights of the principal"),
     "bad_credentials": Kind(Denied, 403, EXIT_FAILED, "the store rejects the access key or its signature: check the credentials"),
-    "expired_credentials": Kind(Denied, 403, EXIT_FAILED, "the session token expired and no newer one was found: renew it where the credential chain reads it"),
-    "no_credentials": Kind(Denied, 403, EXIT_FAILED, "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or allow instance metadata in [store]"),
-    "access_denied": Kind(Denied, 403, EXIT_FAILED, "the key is valid and lacks a right: allow Get, Put, Delete on the prefix and List on the bucket"),
+    "expired_credentials": Kind(
+        Denied,
+        403,
+        EXIT_FAILED,
+        "the session token expired and no newer one was found: renew it where the credential chain reads it",
+    ),
+    "no_credentials": Kind(
+        Denied,
+        403,
+        EXIT_FAILED,
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or allow instance metadata in [store]",
+    ),
+    "access_denied": Kind(
+        Denied, 403, EXIT_FAILED, "the key is valid and lacks a right: allow Get, Put, Delete on the prefix and List on the bucket"
+    ),
     "invalid": Kind(Invalid, 400, EXIT_USAGE, "correct the field the message names"),
-    "too_many_branches": Kind(TooManyBranches, 400, EXIT_USAGE, "fork into a new family (`detach`), or delete branches nobody needs"),
-    "corrupt": Kind(Corrupt, 422, EXIT_FAILED, "the bytes were quarantined; the session goes on with a shorter prefix, `kvtier fsck --repair` cleans up"),
+    "too_many_branches": Kind(
+        TooManyBranches, 400, EXIT_USAGE, "fork into a new family (`detach`), or delete branches nobody needs"
+    ),
+    "corrupt": Kind(
+        Corrupt,
+        422,
+        EXIT_FAILED,
+        "the bytes were quarantined; the session goes on with a shorter prefix, `kvtier fsck --repair` cleans up",
+    ),
     "unknown_format": Kind(Unsupported, 501, EXIT_FAILED, "this root was written by a newer kvtier: upgrade, or use another root"),
     "closed": Kind(Closed, 503, EXIT_FAILED, "open it again"),
-    "forked": Kind(Closed, 503, EXIT_FAILED, "the store was opened before fork(): use the `spawn` start method, or connect the child to a node by URL"),
+    "forked": Kind(
+        Closed,
+        503,
+        EXIT_FAILED,
+        "the store was opened before fork(): use the `spawn` start method, or connect the child to a node by URL",
+    ),
     "unsupported": Kind(Unsupported, 501, EXIT_FAILED, "configure what the message names, or use another store"),
-    "unsafe_store": Kind(Unsupported, 501, EXIT_FAILED, "this store ignores conditional writes, so two writers could both win: use AWS S3, SeaweedFS or a recent MinIO"),
+    "unsafe_store": Kind(
+        Unsupported,
+        501,
+        EXIT_FAILED,
+        "this store ignores conditional writes, so two writers could both win: use AWS S3, SeaweedFS or a recent MinIO",
+    ),
     "version_mismatch": Kind(Unsupported, 426, EXIT_FAILED, "run client and node of neighbouring minor versions"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -65,7 +65,7 @@ class Lease:
         if release is not None:
             release()
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
