@@ -1,0 +1,418 @@
+"""The calls of a node: one table of requests, answers and routes, shared by every face.
+
+HTTP routes, the Unix socket, the embedded node, the clients and schema/openapi.yaml all follow `CALLS`. Path and query parameters
+are fields of the request of the same name. Block bytes travel beside this table: `/v1/blocks/...` over HTTP, shared memory
+on one host (:mod:`kvstore.wire`).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from kvstore.ids import Link, Namespace
+
+Durability = Literal["dram", "nvme", "bucket"]
+Tier = Literal["dram", "nvme", "bucket"]
+MAX_BLOCKS: Final = 65_536  # of one session, as requests may name them
+MAX_TOKENS: Final = 16_777_216
+MAIN: Final = "main"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a face hands to a node."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node answers."""
+
+
+class OfSession(Request, frozen=True, kw_only=True):
+    """A request about one session.
+
+    Attributes:
+        id: The session id, as the user knows it.
+        namespace: Namespace id; by default the only one that this id holds.
+        lane: Which of parallel sub-agents under one id; by default the only one.
+    """
+
+    id: str
+    namespace: str = ""
+    lane: str = ""
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Session(Answer, frozen=True, kw_only=True):
+    """A session as it stands.
+
+    Attributes:
+        version: Grows by one with every commit and rewind; 0 while it is empty.
+        tokens: Tokens of KV that this version names.
+        blocks: Blocks of it.
+        bytes: Stored bytes of those blocks, all shards.
+        expires: Seconds since the epoch by the store's clock; 0 means never.
+        head: The family (a session and its forks share one).
+    """
+
+    id: str
+    namespace: str
+    lane: str
+    version: int
+    tokens: int
+    blocks: int
+    bytes: int = 0
+    updated: float = 0
+    expires: float = 0
+    ttl_s: int = 0
+    sliding: bool = True
+    pinned: bool = False
+    labels: dict[str, str] = {}
+    family: str = ""
+    branch: str = ""
+
+
+class SessionPage(Answer, frozen=True, kw_only=True):
+    """Some sessions, and where to go on; `cursor` is "" on the last page."""
+
+    sessions: list[Session]
+    cursor: str = ""
+
+
+class VersionInfo(Answer, frozen=True, kw_only=True):
+    """One version that can still be restored. `tokens` and `blocks` are -1 where the manifest would have to be read to know."""
+
+    version: int
+    tokens: int
+    blocks: int
+    at: float
+    current: bool
+
+
+class Versions(Answer, frozen=True, kw_only=True):
+    """Newest first."""
+
+    id: str
+    versions: list[VersionInfo]
+
+
+class SessionManifest(Answer, frozen=True, kw_only=True):
+    """Which blocks a version names, in prefix order."""
+
+    id: str
+    namespace: str
+    lane: str
+    version: int
+    tokens: int
+    block_tokens: int
+    shards: list[str]
+    blocks: list[Link]
+
+
+class Receipt(Answer, frozen=True, kw_only=True):
+    """A commit, acknowledged.
+
+    Attributes:
+        version: The session's version that holds it.
+        tokens: Tokens it names. Fewer than asked (`cut`) where bytes were neither here nor in the bucket any more.
+        durability: What outlives what: `dram` this process's life, `nvme` its kill -9, `bucket` the machine.
+    """
+
+    id: str
+    namespace: str
+    lane: str
+    version: int
+    tokens: int
+    blocks: int
+    durability: Durability
+    cut: bool = False
+
+
+class RestoreStatus(Answer, frozen=True, kw_only=True):
+    """How far a restore has come. Fields not yet known are None while `resolving`.
+
+    Attributes:
+        state: `resolving`, `staging`, then `ready` (all of it), `partial` (a shorter prefix: a block was missing or the deadline
+            passed), `failed` or `cancelled`.
+        tokens: Tokens of the version that is restored (cut to `tokens` asked).
+        staged_tokens: Tokens whose blocks are in the tier now: what the engine may count on.
+        by_tier: Bytes by the tier they were found in.
+        eta_ms: Milliseconds it will still take, by what this restore measured so far.
+    """
+
+    restore_id: str
+    id: str
+    state: Literal["resolving", "staging", "ready", "partial", "failed", "cancelled"]
+    node: str
+    tier: Tier
+    namespace: str | None = None
+    lane: str | None = None
+    version: int | None = None
+    tokens: int | None = None
+    staged_tokens: int = 0
+    bytes: int | None = None
+    staged_bytes: int = 0
+    by_tier: dict[str, int] = {}
+    eta_ms: float | None = None
+    elapsed_ms: float = 0
+    error: str = ""
+
+
+class NamespaceInfo(Answer, frozen=True, kw_only=True):
+    """A namespace that something was stored under."""
+
+    namespace: str
+    fields: Namespace
+
+
+class Namespaces(Answer, frozen=True, kw_only=True):
+    """All of a tenant's."""
+
+    namespaces: list[NamespaceInfo]
+
+
+class Found(Answer, frozen=True, kw_only=True):
+    """What a look-up found.
+
+    Attributes:
+        run: Length of the leading run of blocks for which every shard asked is somewhere.
+        tiers: For each block of the run, the farthest tier that one of its shards is in: `dram`, `nvme` or `bucket`.
+    """
+
+    run: int
+    tiers: list[str]
+
+
+class Collected(Answer, frozen=True, kw_only=True):
+    """What a collection did, or would do."""
+
+    epoch: int
+    heads: int
+    sealed: int
+    expired: int
+    manifests_kept: int
+    manifests_deleted: int
+    blocks_kept: int
+    blocks_deleted: int
+    bytes_deleted: int
+    failed: int = 0
+    dry_run: bool = False
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier, as it stands."""
+
+    used: int
+    limit: int
+    hits: int
+    misses: int
+    bytes_in: int
+    bytes_out: int
+    evictions: int
+    dropped: int
+    corrupt: int
+
+
+class Stats(Answer, frozen=True, kw_only=True):
+    """A node, as it stands."""
+
+    node: str
+    version: str
+    uptime_s: float
+    tiers: dict[str, TierStats]
+    leases: int
+    queued_bytes: int
+    restores: int
+    commits: dict[str, int]
+    store_requests: dict[str, int]
+    store: str
+
+
+class Health(Answer, frozen=True, kw_only=True):
+    """Whether a node lives and may be sent work. `degraded` names each guarantee it cannot give now, with the reason."""
+
+    ok: bool
+    node: str
+    version: str
+    degraded: dict[str, str] = {}
+
+
+class Done(Answer, frozen=True, kw_only=True):
+    """It is done; there is nothing else to say."""
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Restore(OfSession, frozen=True, kw_only=True):
+    """Bring a session's blocks into a tier.
+
+    Attributes:
+        model: Instead of `namespace`: the model id of one of the session's namespaces.
+        version: Which version; the current one by default.
+        tokens: Only the blocks whose tokens these begin with, full ones; empty means all.
+        tier: Where to; `bucket` only resolves.
+        deadline_ms: What is not staged by then is left out; 0 means the node's own limit.
+        shards: Which shards; those of the manifest by default.
+    """
+
+    model: str = ""
+    version: int | None = None
+    tokens: list[int] = []
+    tier: Tier = "dram"
+    deadline_ms: int = 0
+    shards: list[str] = []
+
+
+class OfRestore(Request, frozen=True, kw_only=True):
+    """A request about one restore."""
+
+    restore_id: str
+
+
+class ListSessions(Request, frozen=True, kw_only=True):
+    """Sessions whose id starts with `prefix`, in the order of their keys."""
+
+    prefix: str = ""
+    cursor: str = ""
+    limit: int = 100
+
+
+class GetManifest(OfSession, frozen=True, kw_only=True):
+    """The blocks of a version; 0 means the current one."""
+
+    version: int = 0
+
+
+class CreateSession(OfSession, frozen=True, kw_only=True):
+    """A new, empty session.
+
+    Attributes:
+        ttl_s: Seconds without renewal until it expires; None takes the node's default, 0 means never.
+    """
+
+    ttl_s: int | None = None
+    sliding: bool | None = None
+    labels: dict[str, str] = {}
+
+
+class Commit(OfSession, frozen=True, kw_only=True):
+    """Make these blocks the session's next version.
+
+    Attributes:
+        base_version: The version it was built on; 0 creates the session where the name is free.
+        blocks: The whole prefix, in order; only the last block may be partial.
+        shards: Which shards the blocks were published for; every block has all of them.
+        durability: What the answer promises; the node's default where None.
+        write_id: 32 hex digits that make a retry of this commit the same commit; "" where the caller does not retry.
+    """
+
+    base_version: int
+    blocks: list[Link]
+    shards: list[str] = ["t0of1.p0of1.g0"]
+    ttl_s: int | None = None
+    labels: dict[str, str] = {}
+    durability: Durability | None = None
+    write_id: str = ""
+
+
+class Fork(OfSession, frozen=True, kw_only=True):
+    """A second session that begins as the first one's version; no blocks move."""
+
+    as_: str = msgspec.field(name="as")
+    version: int = 0
+    ttl_s: int | None = None
+
+
+class Rewind(OfSession, frozen=True, kw_only=True):
+    """Back to an earlier version, or to fewer tokens (floored to a block boundary). It is a new version. Exactly one of the two."""
+
+    version: int | None = None
+    tokens: int | None = None
+
+
+class Touch(OfSession, frozen=True, kw_only=True):
+    """Renew: it now expires `ttl_s` from now; None keeps its TTL; 0 means never."""
+
+    ttl_s: int | None = None
+
+
+class PutNamespace(Request, frozen=True, kw_only=True):
+    """Make a namespace's fields known under its id."""
+
+    namespace: str
+    fields: Namespace
+
+
+class Lookup(Request, frozen=True, kw_only=True):
+    """How much of a chain is somewhere, without moving a byte.
+
+    Attributes:
+        reach: The farthest tier to ask.
+        deadline_ms: A look-up never waits longer; what is unknown by then is a miss.
+    """
+
+    namespace: str
+    prefix_ids: list[str]
+    shards: list[str] = ["t0of1.p0of1.g0"]
+    reach: Tier = "bucket"
+    deadline_ms: int = 250
+
+
+class Collect(Request, frozen=True, kw_only=True):
+    """Collect garbage once.
+
+    Attributes:
+        now: Advance the epoch twice first, so that what is unnamed now is deleted at once.
+    """
+
+    dry_run: bool = False
+    now: bool = False
+
+
+class Nothing(Request, frozen=True, kw_only=True):
+    """A request without parameters."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call: how it is named, routed, asked and answered. `name` is also the method of :class:`kvstore.service.Service`."""
+
+    name: str
+    method: str
+    path: str
+    request: type[Request]
+    answer: type[Answer]
+    about: str
+    status: int = 200
+
+
+_S = "/v1/sessions/{id}"
+CALLS: Final[tuple[Call, ...]] = (
+    Call("restore", "POST", f"{_S}/restore", Restore, RestoreStatus, "Bring a session's blocks into a tier; answers at once.", 202),
+    Call("get_restore", "GET", "/v1/restores/{restore_id}", OfRestore, RestoreStatus, "How far a restore has come."),
+    Call(
+        "cancel_restore", "DELETE", "/v1/restores/{restore_id}", OfRestore, RestoreStatus, "Stop a restore; what is staged stays."
+    ),
+    Call("list_sessions", "GET", "/v1/sessions", ListSessions, SessionPage, "Sessions by id prefix, in pages."),
+    Call("get_session", "GET", _S, OfSession, Session, "One session."),
+    Call("versions", "GET", f"{_S}/versions", OfSession, Versions, "The versions that can still be restored."),
+    Call("manifest", "GET", f"{_S}/manifest", GetManifest, SessionManifest, "The blocks of a version."),
+    Call("create_session", "PUT", _S, CreateSession, Session, "Create an empty session.", 201),
+    Call("commit", "POST", f"{_S}/commit", Commit, Receipt, "Make published blocks the session's next version."),
+    Call("fork", "POST", f"{_S}/fork", Fork, Session, "A second session that begins as this one.", 201),
+    Call("rewind", "POST", f"{_S}/rewind", Rewind, Session, "Back to an earlier version or fewer tokens."),
+    Call("touch", "POST", f"{_S}/touch", Touch, Session, "Renew the time to live."),
+    Call("pin", "POST", f"{_S}/pin", OfSession, Session, "Never expire or evict it."),
+    Call("unpin", "POST", f"{_S}/unpin", OfSession, Session, "Let it expire again."),
+    Call("delete_session", "DELETE", _S, OfSession, Done, "Delete it; its blocks go with the next collections."),
+    Call("list_namespaces", "GET", "/v1/namespaces", Nothing, Namespaces, "What is stored for which model."),
+    Call("put_namespace", "PUT", "/v1/namespaces/{namespace}", PutNamespace, Done, "Make a namespace's fields known."),
+    Call("lookup", "POST", "/v1/lookup", Lookup, Found, "How much of a chain is somewhere."),
+    Call("collect", "POST", "/v1/collect", Collect, Collected, "Collect garbage once."),
+    Call("stats", "GET", "/v1/stats", Nothing, Stats, "Tiers, queues, requests."),
+    Call("health", "GET", "/healthz", Nothing, Health, "Whether the process lives."),
+    Call("ready", "GET", "/readyz", Nothing, Health, "Whether it may be sent work, and what is degraded."),
+)
+BY_NAME: Final = {call.name: call for call in CALLS}
