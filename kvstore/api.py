@@ -263,7 +263,7 @@ class Restore(OfSession, frozen=True, kw_only=True):
     tokens: list[int] = []
     tier: Tier = "dram"
     deadline_ms: int = 0
-    shards: list[str] = []
+    shards: tuple[str, ...] = ()
 
 
 class OfRestore(Request, frozen=True, kw_only=True):
@@ -311,7 +311,7 @@ class Commit(OfSession, frozen=True, kw_only=True):
 
     base_version: int
     blocks: list[Link]
-    shards: list[str] = ["t0of1.p0of1.g0"]
+    shards: tuple[str, ...] = ("t0of1.p0of1.g0",)
     ttl_s: int | None = None
     labels: dict[str, str] = {}
     durability: Durability | None = None
@@ -356,7 +356,7 @@ class Lookup(Request, frozen=True, kw_only=True):
 
     namespace: str
     prefix_ids: list[str]
-    shards: list[str] = ["t0of1.p0of1.g0"]
+    shards: tuple[str, ...] = ("t0of1.p0of1.g0",)
     reach: Tier = "bucket"
     deadline_ms: int = 250
 
