@@ -1,0 +1,218 @@
+"""Whole blocks: seal, verify, encode, decode, and the ranges of layers between."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from kvstore.codec.coding import Codec, decode_tensor, encode_tensor
+from kvstore.codec.header import Header, header_of, stored_header
+from kvstore.codec.layout import Layout, layout_of
+from kvstore.errors import Corrupt, Invalid
+from kvstore.ids import BlockName, Namespace
+
+# BF16 and the F8 kinds have no numpy dtype: their bits are seen as unsigned integers of the same width.
+_NUMPY: Final = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "I8": "i1", "U8": "u1", "U32": "<u4",
+}  # fmt: skip
+
+
+class Encoded(msgspec.Struct, frozen=True, eq=False):
+    """A stored object, ready to be sent. For codec `raw`, `body` is the very view that was given: nothing was copied."""
+
+    body: bytes | memoryview
+    header_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the object."""
+        return len(self.body)
+
+
+def seal(raw: memoryview, name: BlockName, ns: Namespace) -> None:
+    """Make a raw object of a buffer whose payload is already in place behind `header_bytes`: digest it and write the header.
+
+    Args:
+        raw: Writable, exactly `layout(...).raw_bytes` long.
+        name: What the payload is.
+        ns: Its namespace.
+
+    Raises:
+        Invalid: The buffer has another length or is read-only, or as `layout`.
+    """
+    expected = layout_of(name, ns)
+    view = _buffer(raw, expected, writable=True)
+    payload = view[expected.header_bytes :]
+    digests = "".join(
+        blake3(payload[start : start + size]).hexdigest() for start, size in zip(expected.offsets, expected.sizes, strict=True)
+    )
+    view[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", list(expected.sizes), digests)
+
+
+def verify(raw: memoryview, name: BlockName, ns: Namespace) -> None:
+    """Require that these bytes are the named block as a raw object.
+
+    Raises:
+        Corrupt: They are not.
+        Invalid: As `layout`, or the name is of another namespace.
+    """
+    header, payload = _open(memoryview(raw).cast("B"), name, ns)
+    if header.codec != "raw":
+        raise Corrupt(f"block: codec {header.codec} where a raw object was expected")
+    for index in range(len(header.digests)):
+        _check(header, index, payload)
+
+
+decode_in_place = verify  # a raw object that was read straight into its destination is decoded when it is verified
+
+
+def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec) -> Encoded:
+    """A raw object as stored under a codec. The raw object is verified first: rot in memory must not be signed as truth.
+
+    At its peak it holds twice the stored length, at most `2 * layout.stored_limit`; nothing for codec `raw`.
+
+    Raises:
+        Corrupt: The raw object is not what it claims.
+        Invalid: As `layout`, or the name is of another namespace.
+        Unsupported: The codec needs zstandard, which is not installed.
+    """
+    view = memoryview(raw).cast("B")
+    verify(view, name, ns)
+    expected = layout_of(name, ns)
+    if codec == "raw":
+        return Encoded(view, expected.header_bytes)
+    parts: list[bytes | memoryview] = [b""]
+    sizes, digests = [], []
+    for spec, start, size in zip(expected.specs, expected.offsets, expected.sizes, strict=True):
+        at = expected.header_bytes + start
+        coded = encode_tensor(codec, spec, view[at : at + size])
+        digest = blake3()
+        for part in coded:
+            digest.update(part)
+        parts.extend(coded)
+        sizes.append(sum(map(len, coded)))
+        digests.append(digest.hexdigest())
+    parts[0] = header_of(expected, name.prefix_id, codec, sizes, "".join(digests))
+    return Encoded(b"".join(parts), len(parts[0]))
+
+
+def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview) -> None:
+    """Turn a stored object of any codec into the raw one, checking name, digests and lengths. On an error `into` holds garbage.
+
+    Args:
+        stored: The whole object.
+        name: What was asked for.
+        ns: Its namespace.
+        into: Writable, exactly `layout(...).raw_bytes` long; not overlapping `stored`.
+
+    Raises:
+        Corrupt: It is not this block, or not intact.
+        Invalid: `into` has another length or is read-only, or as `layout`.
+        Unsupported: The codec needs zstandard, which is not installed.
+    """
+    view = memoryview(stored).cast("B")
+    header, payload = _open(view, name, ns)
+    target = _buffer(into, header.layout, writable=True)
+    if header.codec == "raw":
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view, np.uint8))  # unlike a slice assignment, without the GIL
+        verify(target, name, ns)  # what was copied, should somebody still write to `stored`
+        return
+    _decode(header, payload, 0, range(len(header.digests)), target)
+    seal(target, name, ns)
+
+
+def tensor_range(header: Header, first_layer: int, last_layer: int) -> tuple[int, int]:
+    """Byte range [start, end) of the stored object that holds these layers, both included: one HTTP range.
+
+    The range of the shard's last layer also holds `token_ids`, so that consecutive ranges make up the whole payload.
+
+    Raises:
+        Invalid: The shard has no such layers.
+    """
+    wanted = _layer_tensors(header.layout, first_layer, last_layer)
+    return header.header_bytes + header.starts[wanted.start], header.header_bytes + header.starts[wanted.stop]
+
+
+def decode_layers(header: Header, part: memoryview, first_layer: int, last_layer: int, into: memoryview) -> None:
+    """Decode the bytes of `tensor_range` to where the raw object has them. `seal` it when every layer has come.
+
+    Args:
+        header: From `stored_header`, which has checked it.
+        part: Exactly the bytes of that range.
+        first_layer: As in `tensor_range`.
+        last_layer: As in `tensor_range`.
+        into: The whole raw object, writable. Only these layers are touched.
+
+    Raises:
+        Corrupt: The bytes are not intact; others of these layers may have been written.
+        Invalid: `into` has another length or is read-only, or the shard has no such layers.
+    """
+    wanted = _layer_tensors(header.layout, first_layer, last_layer)
+    first, end = header.starts[wanted.start], header.starts[wanted.stop]
+    view = memoryview(part).cast("B")
+    if view.nbytes != end - first:
+        raise Corrupt(f"block: {view.nbytes} bytes of a range of {end - first}")
+    _decode(header, view, first, wanted, _buffer(into, header.layout, writable=True))
+
+
+def tensors(raw: memoryview, name: BlockName, ns: Namespace) -> dict[str, np.ndarray]:
+    """Views of a raw object's tensors by name, in storage order; nothing is copied or verified.
+
+    BF16 is seen as uint16, F8 as uint8 (the same bits). The views are writable if `raw` is.
+
+    Raises:
+        Invalid: The buffer has another length, or as `layout`.
+    """
+    expected = layout_of(name, ns)
+    payload = _buffer(raw, expected, writable=False)[expected.header_bytes :]
+    return {
+        spec.name: np.frombuffer(payload[start : start + size], _NUMPY[spec.dtype]).reshape(spec.shape)
+        for spec, start, size in zip(expected.specs, expected.offsets, expected.sizes, strict=True)
+    }
+
+
+def _buffer(raw: memoryview, expected: Layout, *, writable: bool) -> memoryview:
+    view = memoryview(raw).cast("B")
+    if view.nbytes != expected.raw_bytes:
+        raise Invalid(f"the raw object has {expected.raw_bytes} bytes, and the buffer {view.nbytes}")
+    if writable and view.readonly:
+        raise Invalid("the buffer is read-only")
+    return view
+
+
+def _open(view: memoryview, name: BlockName, ns: Namespace) -> tuple[Header, memoryview]:
+    """The checked header of a whole object, and its payload."""
+    header = stored_header(view, name, ns)
+    if view.nbytes != header.stored_bytes:
+        raise Corrupt(f"block: {view.nbytes} bytes where its header says {header.stored_bytes}")
+    return header, view[header.header_bytes :]
+
+
+def _check(header: Header, index: int, payload: memoryview, base: int = 0) -> memoryview:
+    """The stored bytes of one tensor, verified. `payload` starts at byte `base` of the payload."""
+    start, end = header.starts[index : index + 2]
+    stored = payload[start - base : end - base]
+    if blake3(stored).digest() != header.digests[index]:
+        raise Corrupt(f"block: {header.layout.specs[index].name} does not match its digest")
+    return stored
+
+
+def _decode(header: Header, payload: memoryview, base: int, wanted: range, target: memoryview) -> None:
+    expected = header.layout
+    for index in wanted:
+        stored = _check(header, index, payload, base)
+        start = expected.header_bytes + expected.offsets[index]
+        decode_tensor(header.codec, expected.specs[index], stored, target[start : start + expected.sizes[index]])
+
+
+def _layer_tensors(expected: Layout, first_layer: int, last_layer: int) -> range:
+    """Indices of the tensors of these layers, and of what follows the shard's last one."""
+    if first_layer > last_layer or first_layer not in expected.layers or last_layer not in expected.layers:
+        raise Invalid(f"layers {first_layer} to {last_layer} are not in shard {expected.shard}")
+    start = expected.layers.index(first_layer) * expected.per_layer
+    if last_layer == expected.layers[-1]:
+        return range(start, len(expected.specs))
+    return range(start, (expected.layers.index(last_layer) + 1) * expected.per_layer)

@@ -1,0 +1,102 @@
+"""One tensor's bytes <-> its stored bytes. Every length is required before it is allocated; anything odd is `Corrupt`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from kvstore.codec.layout import TensorSpec, coded_limit
+from kvstore.errors import Corrupt, Unsupported
+from kvstore.ids import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from zstandard import ZstdCompressor, ZstdDecompressor
+
+Codec = Literal["raw", "zstd", "bp-zstd"]
+CODECS: Final[tuple[Codec, ...]] = ("raw", "zstd", "bp-zstd")
+_FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_MAX_WINDOW: Final = 8 << 20  # what every zstd decoder supports; a frame that asks for more memory is refused
+
+
+class _PerThread(threading.local):
+    """A (de)compressor shared between threads crashes the process. zstandard is imported by whoever first needs it."""
+
+    def __init__(self) -> None:
+        try:
+            import zstandard  # noqa: PLC0415  belongs to the extra `embed`; raw objects work without it
+        except ImportError as error:
+            raise Unsupported("codecs zstd and bp-zstd need the package zstandard: install kvtier[embed]") from error
+        self.compressor: ZstdCompressor = zstandard.ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
+        self.decompressor: ZstdDecompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        self.parameters = zstandard.get_frame_parameters
+        self.error = zstandard.ZstdError
+
+
+_zstd: _PerThread | None = None
+
+
+def _zstandard() -> _PerThread:
+    global _zstd  # noqa: PLW0603  set once; `threading.local` gives each thread its own attributes
+    if _zstd is None:
+        _zstd = _PerThread()
+    return _zstd
+
+
+def planes(codec: Codec, spec: TensorSpec) -> bool:
+    """Whether a tensor is stored as a raw plane of low bytes and a frame of high bytes. Other widths are one frame."""
+    return codec == "bp-zstd" and DTYPE_BYTES[spec.dtype] == 2
+
+
+def stored_sizes(codec: Codec, spec: TensorSpec, size: int) -> range:
+    """Lengths that the coding of a tensor of `size` raw bytes can have."""
+    if codec == "raw":
+        return range(size, size + 1)
+    return range((size // 2 if planes(codec, spec) else 0) + 1, coded_limit(size) + 1)
+
+
+def encode_tensor(codec: Codec, spec: TensorSpec, raw: memoryview) -> tuple[bytes | memoryview, ...]:
+    """The parts whose concatenation is stored."""
+    if codec == "raw":
+        return (raw,)
+    compress = _zstandard().compressor.compress
+    if not planes(codec, spec):
+        return (compress(raw),)
+    pairs = np.frombuffer(raw, "<u2")
+    high = np.right_shift(pairs, 8).astype(np.uint8)
+    return (pairs.astype(np.uint8).data, compress(high.data))
+
+
+def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memoryview) -> None:
+    """Fill `into`, exactly the tensor's raw length, from stored bytes whose length `stored_sizes` allows.
+
+    Raises:
+        Corrupt: They are no coding of a tensor of that length.
+    """
+    if codec == "raw":
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(stored, np.uint8))  # unlike a slice assignment, without the GIL
+    elif planes(codec, spec):
+        half = into.nbytes // 2
+        out = np.frombuffer(into, "<u2")
+        np.left_shift(np.frombuffer(_frame(stored[half:], half, spec.name), np.uint8), 8, out=out, dtype=np.uint16)
+        np.bitwise_or(out, np.frombuffer(stored[:half], np.uint8), out=out)
+    else:
+        plain = _frame(stored, into.nbytes, spec.name)
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(plain, np.uint8))
+
+
+def _frame(frame: memoryview, size: int, name: str) -> bytes:
+    """The content of exactly one zstd frame, `size` bytes long. What it declares is compared before anything is allocated."""
+    zstd = _zstandard()
+    try:
+        declared = zstd.parameters(frame[:18])  # a frame header is at most 18 bytes
+        honest = declared.content_size == size and declared.has_checksum and declared.dict_id == 0
+        if bytes(frame[:4]) != _FRAME_MAGIC or not honest or declared.window_size > _MAX_WINDOW:
+            raise Corrupt(f"{name}: not a zstd frame of {size} bytes with checksum")
+        content = zstd.decompressor.decompress(frame, allow_extra_data=False)
+    except zstd.error as error:
+        raise Corrupt(f"{name}: {error}") from None
+    if len(content) != size:
+        raise Corrupt(f"{name}: a frame gave {len(content)} bytes, not {size}")
+    return content
