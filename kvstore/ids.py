@@ -22,13 +22,15 @@ PrefixId = NewType("PrefixId", str)  # 64 hex digits
 Digest = NewType("Digest", str)  # 64 hex digits
 
 MAX_BLOCK_TOKENS = 8192
+MAX_GROUPS = 64
+MAX_TEXT_BYTES = 4096  # of one field of a namespace
 MAX_EXTRA_BYTES = 4096  # of one extra key: a hash, an adapter's name, a salt
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "U32": 4}
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"t(\d{1,4})of(\d{1,4})\.p(\d{1,4})of(\d{1,4})\.g(\d{1,2})")
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers that share one attention kind, hence one rule for which blocks a prefix needs.
 
     Attributes:
@@ -43,8 +45,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...] = ()
 
 
-class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that must match before a single byte of KV is reused. Change one field alone: 0 hits.
+
+    An unknown field in its JSON is refused, not ignored: it may be the very thing that must match.
 
     Attributes:
         model: Model id, such as `meta-llama/Llama-3.1-8B`.
@@ -91,33 +95,41 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("model", "revision", "tenant", "layout", "fidelity", "identity", "quantization"):
             if not getattr(self, field):
                 raise Invalid(f"namespace.{field} must not be empty")
+        for field, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, str):
+                _check_text(f"namespace.{field}", value)
         if self.dtype not in DTYPE_BYTES:
             raise Invalid(f"namespace.dtype {self.dtype!r} is unknown; known: {', '.join(sorted(DTYPE_BYTES))}")
         if not 1 <= self.layers <= 4096:
             raise Invalid(f"namespace.layers is {self.layers}; it must be 1 to 4096")
         if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise Invalid(f"namespace.block_tokens is {self.block_tokens}; it must be 1 to {MAX_BLOCK_TOKENS}")
-        canonical = self.layout == "canonical"
+        self._check_shape()
+        self._check_groups()
+
+    def _check_shape(self) -> None:
+        dimensions = (self.kv_heads, self.head_dim, self.mla_rank, self.mla_rope)
+        if min(*dimensions, self.page_bytes) < 0 or max(dimensions) > 1 << 16 or self.page_bytes > 1 << 30:
+            raise Invalid("namespace: a dimension is out of bounds (0 to 65,536; page_bytes 0 to 1 GiB)")
         shapes = (self.kv_heads > 0 and self.head_dim > 0, self.mla_rank > 0, self.page_bytes > 0)
-        if shapes.count(True) != 1 or (self.page_bytes > 0) == canonical:
+        alone = (self.kv_heads == 0 or shapes[0]) and (self.mla_rope == 0 or shapes[1])
+        if shapes.count(True) != 1 or not alone or (self.page_bytes > 0) == (self.layout == "canonical"):
             raise Invalid(
                 "namespace needs exactly one shape: kv_heads with head_dim, or mla_rank (both with layout 'canonical'), "
                 "or page_bytes with an opaque layout"
             )
-        if max(self.kv_heads, self.mla_rank, self.mla_rope, self.head_dim) > 1 << 16 or self.page_bytes > 1 << 30:
-            raise Invalid("namespace: a dimension is out of bounds (65,536; page_bytes 1 GiB)")
-        self._check_groups()
 
     def _check_groups(self) -> None:
-        if not 1 <= len(self.groups) <= 64:
-            raise Invalid("namespace.groups must hold 1 to 64 groups")
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise Invalid(f"namespace.groups must hold 1 to {MAX_GROUPS} groups")
         for group in self.groups:
-            if (group.window > 0) != (group.kind == "window"):
+            if (group.window > 0) != (group.kind == "window") or not 0 <= group.window < 1 << 32:
                 raise Invalid("namespace.groups: a window group needs window > 0, and only it may have one")
-        if len(self.groups) > 1:
-            layers = sorted(layer for group in self.groups for layer in group.layers)
-            if layers != list(range(self.layers)):
-                raise Invalid("namespace.groups: several groups must partition the layers, each layer in exactly one")
+            if list(group.layers) != sorted(set(group.layers)):
+                raise Invalid("namespace.groups: layers must be in ascending order, each once")
+        named = sorted(layer for group in self.groups for layer in group.layers)
+        if named != list(range(self.layers)) and not (len(self.groups) == 1 and not named):
+            raise Invalid("namespace.groups: the groups must partition the layers, each layer in exactly one")
 
     @property
     def id(self) -> NamespaceId:
@@ -147,7 +159,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
     def __post_init__(self) -> None:
         """Refuse ranks outside their size."""
-        if not (0 <= self.rank < self.ranks <= 4096 and 0 <= self.stage < self.stages <= 4096 and 0 <= self.group < 64):
+        if not (0 <= self.rank < self.ranks <= 4096 and 0 <= self.stage < self.stages <= 4096 and 0 <= self.group < MAX_GROUPS):
             raise Invalid(f"shard {self} is out of range: each index must be below its count")
 
     def __str__(self) -> str:
@@ -185,6 +197,15 @@ def namespace_id(text: str) -> NamespaceId:
     return NamespaceId(text)
 
 
+def _check_text(field: str, text: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise Invalid(f"{field} must be valid unicode (it holds a lone surrogate)") from None
+    if size > MAX_TEXT_BYTES:
+        raise Invalid(f"{field} has {size} bytes of UTF-8, more than {MAX_TEXT_BYTES}: use a digest")
+
+
 def _fields(*parts: bytes) -> bytes:
     """Length-prefixed fields (u32 little endian each): no two sequences share an encoding."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
@@ -192,7 +213,10 @@ def _fields(*parts: bytes) -> bytes:
 
 def as_tokens(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as u32 little endian, shape [n]. Raises `Invalid` for negative, too large or non-integer ids."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise Invalid("tokens must be a flat sequence of integers") from None
     if array.size == 0:
         return np.empty(0, dtype="<u4")
     if array.ndim != 1 or array.dtype.kind not in "iu":

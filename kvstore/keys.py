@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from kvstore.errors import Invalid
-from kvstore.ids import NamespaceId, PrefixId
+from kvstore.ids import NamespaceId, PrefixId, is_hex_id
 
 MAX_ID_BYTES: Final = 512
 MAX_SEGMENT: Final = 255
@@ -134,7 +134,7 @@ class Keys:
         """The inverse of `block`; None for a foreign key."""
         parts = key.removeprefix(self.blocks).split("/")
         gen = parse_gen(parts[-1])
-        if not key.startswith(self.blocks) or len(parts) != 4 or gen is None:
+        if not key.startswith(self.blocks) or len(parts) != 4 or gen is None or not (is_hex_id(parts[0]) and is_hex_id(parts[2])):
             return None
         return BlockKey(NamespaceId(parts[0]), parts[1], PrefixId(parts[2]), gen)
 
