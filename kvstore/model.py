@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from kvstore.errors import Corrupt, Unsupported
-from kvstore.ids import NamespaceId, PrefixId
+from kvstore.ids import MAX_BLOCK_TOKENS, NamespaceId, PrefixId
 
 FORMAT_VERSION: Final = 1
 RECENT: Final = 32  # write ids a head remembers (R8)
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024  # decoded; about 500,000 entries
 MAX_BLOCKS: Final = 1 << 16  # of one manifest: 16 million tokens at 256
+
+# Bounds that hold for any stored value; `parse` refuses what lies outside, and the JSON Schemas state them.
+_Hex64 = msgspec.Meta(pattern="^[0-9a-f]{64}$", min_length=64, max_length=64)
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]  # what every JSON implementation reads exactly
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,16 +34,16 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """The register `epoch`. It only grows (R9)."""
 
     v: int = FORMAT_VERSION
-    epoch: int
+    epoch: _Natural
     write: str = ""
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """An older version of a branch that is still named, hence alive."""
 
-    seq: int
+    seq: _Natural
     manifest: str
-    n: int
+    n: _Natural
     at: float
 
 
@@ -57,10 +62,10 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
         history: Earlier versions, newest first.
     """
 
-    seq: int
+    seq: _Natural
     manifest: str = ""
-    n: int = 0
-    ttl: int = 0
+    n: _Natural = 0
+    ttl: _Natural = 0
     sliding: bool = True
     expires: float = 0
     pinned: bool = False
@@ -82,11 +87,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     v: int = FORMAT_VERSION
-    swaps: int = 0
+    swaps: _Natural = 0
     write: str = ""
     recent: tuple[str, ...] = ()
     open: bool = True
-    sealed_at: int = 0
+    sealed_at: _Natural = 0
     dead: bool = False
     branches: dict[str, Branch] = {}
 
@@ -94,17 +99,17 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 class Copy(msgspec.Struct, frozen=True, array_like=True):
     """One stored object of a block: which shard (index into the manifest's `shards`), its generation and its size."""
 
-    shard: int
-    gen: int
-    bytes: int
-    header_bytes: int
+    shard: _Natural
+    gen: _Natural
+    bytes: _Natural
+    header_bytes: _Natural
 
 
 class BlockRef(msgspec.Struct, frozen=True):
     """A block as a manifest names it."""
 
-    prefix_id: PrefixId
-    tokens: int
+    prefix_id: Annotated[PrefixId, _Hex64]
+    tokens: _Tokens
     copies: tuple[Copy, ...]
 
 
@@ -119,10 +124,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     v: int = FORMAT_VERSION
-    namespace: NamespaceId
+    namespace: Annotated[NamespaceId, _Hex64]
     shards: tuple[str, ...]
-    block_tokens: int
-    tokens: int
+    block_tokens: _Tokens
+    tokens: _Natural
     labels: dict[str, str] = {}
     created: float = 0
     blocks: tuple[BlockRef, ...] = ()
@@ -157,7 +162,7 @@ def parse(data: bytes | memoryview, kind: type[T], what: str) -> T:
         if version != FORMAT_VERSION:
             raise Unsupported(f"{what} has format version {version}; this kvtier knows {FORMAT_VERSION}", kind="unknown_format")
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:  # the latter two: deep nesting, broken UTF-8
         raise Corrupt(f"{what} is not a valid {kind.__name__}: {error}") from None
 
 
