@@ -1,0 +1,1 @@
+"""The `kvtier` command: one module per group of commands, imported only when one of them runs."""

@@ -1,0 +1,89 @@
+"""`kvtier config`, and how commands that run here find their configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
+
+import typer
+
+from kvstore.cli import output
+from kvstore.cli.output import Format, FormatOption
+from kvstore.config import Bytes, Loaded, Seconds, load, masked
+from kvstore.errors import Invalid, NotFound
+
+PLACES: Final = ("kvtier.toml", "/etc/kvtier/kvtier.toml")  # the first that exists
+
+ConfigOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Configuration file; by default ./kvtier.toml, then /etc/kvtier/kvtier.toml."),
+]
+SetOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="One setting, over file and environment; may be repeated."),
+]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The configuration in force.")
+
+
+@app.callback()
+def _config() -> None:
+    """The configuration in force."""
+
+
+@app.command()
+def show(config: ConfigOption = None, settings: SetOption = None, form: FormatOption = Format.table) -> None:
+    """Print every setting and where its value comes from."""
+    loaded = read(config, settings)
+    if form is Format.json:
+        for name, (value, origin) in masked(loaded).items():
+            output.print_json({"name": name, "value": value, "origin": origin})
+        return
+    output.print_table(
+        ["setting", "value", "from"],
+        [[name, _readable(loaded, name, value), origin] for name, (value, origin) in masked(loaded).items()],
+    )
+    for name, tenant in loaded.settings.tenants.items():
+        typer.echo(f"tenant {name}: local users {', '.join(map(str, tenant.uids)) or 'any'}")
+
+
+def _readable(loaded: Loaded, name: str, value: str) -> str:
+    section, _, field = name.partition(".")
+    real = getattr(getattr(loaded.settings, section), field)
+    if isinstance(real, Bytes):
+        return output.size(real)
+    if isinstance(real, Seconds):
+        return output.span(real) if real else "0"
+    return value
+
+
+def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | None = None) -> Loaded:
+    """The configuration of this machine: file, then environment, then flags.
+
+    Args:
+        path: As `--config`.
+        flags: As `--set`.
+        more: Further flags by `section.field`; `--set` wins over them.
+
+    Raises:
+        NotFound: A file was named and is not there.
+        Invalid: What :func:`kvstore.config.load` refuses, or a file that cannot be read.
+    """
+    if path is None:
+        path = next((place for place in map(Path, PLACES) if place.is_file()), None)
+    elif not path.is_file():
+        raise NotFound(f"--config {path} does not exist", remedy="name a file that is there, or leave --config out")
+    try:
+        text = path.read_text() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Invalid(f"{path} cannot be read: {error}") from None
+    return load(toml=text, toml_name=str(path or ""), env=os.environ, flags={**(more or {}), **dict(map(_setting, flags or []))})
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or "." not in name:
+        raise Invalid(f"--set is {text!r}; write it like dram.size=4GiB")
+    return name, value
