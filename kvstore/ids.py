@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NewType
+from decimal import Decimal
+from typing import Any, Literal, NewType
 
 import msgspec
 import numpy as np
@@ -28,6 +29,40 @@ MAX_EXTRA_BYTES = 4096  # of one extra key: a hash, an adapter's name, a salt
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "U32": 4}
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"t(\d{1,4})of(\d{1,4})\.p(\d{1,4})of(\d{1,4})\.g(\d{1,2})")
+
+
+def canonical_json(value: Mapping[str, Any] | Sequence[Any] | str | float | bool | None) -> str:
+    """JSON with one spelling for one value (RFC 8785): sorted keys, no spaces, numbers as ECMAScript prints them.
+
+    So 10000.0 is `10000`: a configuration hashes alike wherever it was read.
+
+    Raises:
+        Invalid: The value is not JSON (a NaN, a key that is no string, an object of another kind).
+    """
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise Invalid("canonical JSON: every key must be a string")
+        order = sorted(value, key=lambda key: key.encode("utf-16-be", "surrogatepass"))
+        return "{" + ",".join(f"{canonical_json(key)}:{canonical_json(value[key])}" for key in order) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(canonical_json, value)) + "]"
+    if isinstance(value, float):
+        return _ecma_number(value)
+    if value is None or isinstance(value, bool | int | str):
+        return msgspec.json.encode(value).decode()
+    raise Invalid(f"canonical JSON: a {type(value).__name__} has no spelling")
+
+
+def _ecma_number(value: float) -> str:
+    if not math.isfinite(value):
+        raise Invalid("canonical JSON: numbers must be finite")
+    if value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    shortest = Decimal(repr(value))
+    if 1e-6 <= abs(value) < 1e21:
+        return format(shortest, "f")
+    mantissa, exponent = f"{shortest.normalize():e}".split("e")
+    return f"{mantissa}e{int(exponent):+d}"
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +94,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         mla_rank: Latent rank (`kv_lora_rank`) where attention is MLA; then `kv_heads` is 0.
         mla_rope: Elements of the decoupled RoPE key that MLA stores beside the latent.
         page_bytes: For opaque layouts: bytes of one layer of one block of one shard. 0 for canonical.
-        rope: The model's RoPE configuration as canonical JSON, or "" where it has none.
+        rope: The model's RoPE configuration as `canonical_json` spells it, or "" where it has none.
         quantization: Of the weights, such as `none`, `awq`, `fp8`.
         lora: Adapter id and its digest, or "".
         dtype: Of the KV tensors, in safetensors' spelling.

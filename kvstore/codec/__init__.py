@@ -9,7 +9,7 @@ Bytes that are not what they claim raise `Corrupt` and nothing else; a call that
 """
 
 from kvstore.codec.block import Encoded, decode, decode_in_place, decode_layers, encode, seal, tensor_range, tensors, verify
-from kvstore.codec.coding import CODECS, Codec
+from kvstore.codec.coding import CODECS, Codec, compressed, decompressed
 from kvstore.codec.header import Header, block_digest, header_length, stored_header
 from kvstore.codec.layout import MAX_OBJECT_BYTES, Layout, TensorSpec, layout, shard_layers, tensor_specs
 
@@ -22,9 +22,11 @@ __all__ = [
     "Layout",
     "TensorSpec",
     "block_digest",
+    "compressed",
     "decode",
     "decode_in_place",
     "decode_layers",
+    "decompressed",
     "encode",
     "header_length",
     "layout",

@@ -60,12 +60,11 @@ def encode_tensor(codec: Codec, spec: TensorSpec, raw: memoryview) -> tuple[byte
     """The parts whose concatenation is stored."""
     if codec == "raw":
         return (raw,)
-    compress = _zstandard().compressor.compress
     if not planes(codec, spec):
-        return (compress(raw),)
+        return (compressed(raw),)
     pairs = np.frombuffer(raw, "<u2")
     high = np.right_shift(pairs, 8).astype(np.uint8)
-    return (pairs.astype(np.uint8).data, compress(high.data))
+    return (pairs.astype(np.uint8).data, compressed(high.data))
 
 
 def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memoryview) -> None:
@@ -79,24 +78,39 @@ def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memo
     elif planes(codec, spec):
         half = into.nbytes // 2
         out = np.frombuffer(into, "<u2")
-        np.left_shift(np.frombuffer(_frame(stored[half:], half, spec.name), np.uint8), 8, out=out, dtype=np.uint16)
+        high = decompressed(stored[half:], range(half, half + 1), spec.name)
+        np.left_shift(np.frombuffer(high, np.uint8), 8, out=out, dtype=np.uint16)
         np.bitwise_or(out, np.frombuffer(stored[:half], np.uint8), out=out)
     else:
-        plain = _frame(stored, into.nbytes, spec.name)
+        plain = decompressed(stored, range(into.nbytes, into.nbytes + 1), spec.name)
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(plain, np.uint8))
 
 
-def _frame(frame: memoryview, size: int, name: str) -> bytes:
-    """The content of exactly one zstd frame, `size` bytes long. What it declares is compared before anything is allocated."""
+def compressed(data: bytes | memoryview) -> bytes:
+    """One zstd-1 frame that declares its content's size and carries its checksum."""
+    return _zstandard().compressor.compress(data)
+
+
+def decompressed(frame: bytes | memoryview, sizes: range, what: str) -> bytes:
+    """The content of exactly one zstd frame. What the frame declares is compared before anything is allocated.
+
+    Args:
+        frame: Nothing may follow it.
+        sizes: Lengths the content may have.
+        what: Names it in errors.
+
+    Raises:
+        Corrupt: It is not intact, or declares another size, no checksum, a dictionary or a window above 8 MiB.
+    """
     zstd = _zstandard()
     try:
         declared = zstd.parameters(frame[:18])  # a frame header is at most 18 bytes
-        honest = declared.content_size == size and declared.has_checksum and declared.dict_id == 0
+        honest = declared.content_size in sizes and declared.has_checksum and declared.dict_id == 0
         if bytes(frame[:4]) != _FRAME_MAGIC or not honest or declared.window_size > _MAX_WINDOW:
-            raise Corrupt(f"{name}: not a zstd frame of {size} bytes with checksum")
+            raise Corrupt(f"{what}: not a zstd frame with checksum of {sizes.start} to {sizes.stop - 1} bytes")
         content = zstd.decompressor.decompress(frame, allow_extra_data=False)
     except zstd.error as error:
-        raise Corrupt(f"{name}: {error}") from None
-    if len(content) != size:
-        raise Corrupt(f"{name}: a frame gave {len(content)} bytes, not {size}")
+        raise Corrupt(f"{what}: {error}") from None
+    if len(content) != declared.content_size:
+        raise Corrupt(f"{what}: a frame gave {len(content)} bytes instead of {declared.content_size}")
     return content
