@@ -272,6 +272,12 @@ class OfRestore(Request, frozen=True, kw_only=True):
     restore_id: str
 
 
+class GetRestore(OfRestore, frozen=True, kw_only=True):
+    """How far a restore has come; `wait_ms` lets the answer wait that long for its end, so that nobody has to poll."""
+
+    wait_ms: int = 0
+
+
 class ListSessions(Request, frozen=True, kw_only=True):
     """Sessions whose id starts with `prefix`, in the order of their keys."""
 
@@ -391,7 +397,7 @@ class Call(msgspec.Struct, frozen=True):
 _S = "/v1/sessions/{id}"
 CALLS: Final[tuple[Call, ...]] = (
     Call("restore", "POST", f"{_S}/restore", Restore, RestoreStatus, "Bring a session's blocks into a tier; answers at once.", 202),
-    Call("get_restore", "GET", "/v1/restores/{restore_id}", OfRestore, RestoreStatus, "How far a restore has come."),
+    Call("get_restore", "GET", "/v1/restores/{restore_id}", GetRestore, RestoreStatus, "How far a restore has come."),
     Call(
         "cancel_restore", "DELETE", "/v1/restores/{restore_id}", OfRestore, RestoreStatus, "Stop a restore; what is staged stays."
     ),

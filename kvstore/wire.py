@@ -5,20 +5,29 @@ sealed against writing, and a write window that belongs to this connection alone
 lease holds it; it is written by copying its payload into the window and publishing the extent. The window's space is
 managed by the client: an extent is free again when `Published` (or `Fault`) for it has come.
 
-Frame: u32 little-endian length of the body, then the body. Bodies are arrays tagged by their first element.
+Every `Ask`, `Get` and `Publish` is answered exactly once, in any order, also after `Cancel`. A client has at most `MAX_IN_FLIGHT`
+of them unanswered.
+
+Frame: u32 little-endian length of the body, then the body. Bodies are arrays tagged by their first element. A newer minor version
+may append fields that have defaults; an older one ignores them.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from kvstore.errors import Corrupt, Problem
+from kvstore.errors import Corrupt, Problem, Unsupported
 
 PROTOCOL: Final = 1
 MAX_FRAME: Final = 16 * 1024 * 1024  # 65,536 blocks of a long session fit well
+MAX_HELLO: Final = 4096  # of the first frame, from a client nobody knows yet
 MAX_BATCH: Final = 65_536
+MAX_IN_FLIGHT: Final = 256
+
+T = TypeVar("T")
+Batch = Annotated[list[T], msgspec.Meta(max_length=MAX_BATCH)]  # checked before the elements are decoded
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -60,7 +69,7 @@ class Get(_Message, frozen=True):
     id: int
     namespace: str
     shard: str
-    blocks: list[tuple[str, int]]
+    blocks: Batch[tuple[str, int]]
     deadline_ms: int
     reach: str
 
@@ -71,13 +80,19 @@ class Publish(_Message, frozen=True):
     id: int
     namespace: str
     shard: str
-    blocks: list[tuple[str, int, int, int]]
+    blocks: Batch[tuple[str, int, int, int]]
 
 
 class Release(_Message, frozen=True):
     """Let go of leases; not answered."""
 
-    leases: list[int]
+    leases: Batch[int]
+
+
+class Cancel(_Message, frozen=True):
+    """Nobody waits for this `Ask` or `Get` any more. It is still answered, by whatever came of it."""
+
+    id: int
 
 
 class Reply(_Message, frozen=True):
@@ -109,7 +124,7 @@ class Fault(_Message, frozen=True):
     problem: Problem
 
 
-ToNode = Hello | Ask | Get | Publish | Release
+ToNode = Hello | Ask | Get | Publish | Release | Cancel
 ToClient = Welcome | Reply | Leased | Published | Fault
 
 _encoder = msgspec.msgpack.Encoder()
@@ -123,12 +138,33 @@ def frame(message: ToNode | ToClient) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def body_length(prefix: bytes) -> int:
+def body_length(prefix: bytes, limit: int = MAX_FRAME) -> int:
     """The length a frame announces, bounded before anything is allocated. Raises `Corrupt`."""
     length = int.from_bytes(prefix, "little")
-    if not 0 < length <= MAX_FRAME:
-        raise Corrupt(f"a frame of {length} bytes; at most {MAX_FRAME} are allowed")
+    if not 0 < length <= limit:
+        raise Corrupt(f"a frame of {length} bytes; 1 to {limit} are allowed here")
     return length
+
+
+def check_versions(node: str, client: str) -> None:
+    """Node and client work together when their minor versions are neighbours: `0.3.x` with `0.2.y` to `0.4.y`.
+
+    Raises:
+        Unsupported: They are not (kind `version_mismatch`).
+    """
+    mine, theirs = _minor(node), _minor(client)
+    if mine is None or theirs is None or mine[0] != theirs[0] or abs(mine[1] - theirs[1]) > 1:
+        raise Unsupported(
+            f"the node is kvtier {node} and the client {client}; their minor versions are not neighbours",
+            kind="version_mismatch",
+            node=node,
+            client=client,
+        )
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    major, minor = (*version.split("."), "", "")[:2]
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 def parse_to_node(body: bytes) -> ToNode:
