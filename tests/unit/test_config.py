@@ -1,0 +1,85 @@
+import pytest
+
+from kvstore.config import StorageUrl, load, masked, parse_bytes, parse_seconds
+from kvstore.errors import Invalid
+
+
+def test_later_sources_win_and_each_value_knows_where_it_came_from():
+    loaded = load(
+        toml='[dram]\nsize = "2GiB"\n[nvme]\npath = "/a"\nsize = "1GiB"\n',
+        toml_name="k.toml",
+        env={"KVTIER_NVME_SIZE": "3GiB", "HOME": "/x", "KVTIER_URL": "ignored: no section of that name"},
+        flags={"nvme.path": "/b"},
+    )
+    assert (loaded.settings.dram.size, loaded.settings.nvme.size, loaded.settings.nvme.path) == (2 << 30, 3 << 30, "/b")
+    shown = masked(loaded)
+    assert shown["dram.size"] == (str(2 << 30), "k.toml")
+    assert shown["nvme.size"][1] == "KVTIER_NVME_SIZE"
+    assert shown["nvme.path"] == ("/b", "flag")
+    assert shown["node.listen"] == ("127.0.0.1:7878", "default")
+
+
+@pytest.mark.parametrize(
+    ("toml", "names"),
+    [
+        ("[drum]\nsize = 1", ["[drum]", "dram"]),
+        ("[dram]\nsizes = 1", ["dram.sizes", "size", "window"]),
+        ('[dram]\nsize = "4 bananas"', ["dram.size", "4GiB"]),
+        ('[store]\ncodec = "lzma"', ["store.codec", "bp-zstd"]),
+        ("x = 1", ["x", "section"]),
+        ("[dram", ["TOML"]),
+        ("[tenants.a]\nuids = ['root']", ["tenants"]),
+        ("[lifecycle]\nhistory = 65", ["lifecycle.history"]),
+        ('[node]\nlisten = "7878"', ["node.listen"]),
+        ('[store]\nurl = "s3://b?enpoint=x"', ["enpoint", "endpoint"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_would_be_right(toml, names):
+    with pytest.raises(Invalid) as caught:
+        load(toml=toml)
+    assert all(name in caught.value.message for name in names), caught.value.message
+
+
+def test_sizes_and_durations():
+    assert [parse_bytes(text) for text in ("1", "4KiB", "500MB", "1.5 GiB")] == [1, 4096, 500_000_000, 3 << 29]
+    assert [parse_seconds(text) for text in ("1", "30s", "12h", "7d")] == [1, 30, 43_200, 604_800]
+    for text in ("", "-1", "GiB", "1e9", "1 GiBs"):
+        with pytest.raises(Invalid):
+            parse_bytes(text)
+
+
+def test_storage_urls():
+    s3 = StorageUrl.parse("s3://my-bucket/a/b/?endpoint=http://127.0.0.1:8333&dram=4GiB&codec=bp-zstd&tenant=team")
+    assert (s3.host, s3.path, s3.endpoint, s3.dram, s3.codec, s3.tenant) == (
+        "my-bucket",
+        "a/b",
+        "http://127.0.0.1:8333",
+        4 << 30,
+        "bp-zstd",
+        "team",
+    )
+    assert StorageUrl.parse("kvtier+unix:///run/kvtier/node.sock").path == "/run/kvtier/node.sock"
+    assert StorageUrl.parse("kvtier://host").port == 7878
+    assert StorageUrl.parse("memory://x").host == "x"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://x", "kvtier+unix://"),
+        ("s3://key:secret@bucket", "credentials"),
+        ("s3://bucket?endpoint=https://u:p@host", "credentials"),
+        ("s3://bucket?token=1", "endpoint"),
+        ("s3:///prefix", "bucket"),
+        ("s3://bucket/../x", "prefix"),
+        ("kvtier+unix://run/x.sock", "absolute"),
+        ("kvtier://host:99999", "port"),
+        ("memory://", "name"),
+        ("s3://bucket?tenant=..", "tenant"),
+    ],
+)
+def test_a_wrong_url_says_what_is_wrong_and_never_repeats_a_secret(url, says):
+    with pytest.raises(Invalid) as caught:
+        StorageUrl.parse(url)
+    assert says in caught.value.message
+    assert "secret" not in caught.value.message
