@@ -1,0 +1,100 @@
+"""The command itself: what it knows, how it answers and what it costs to ask."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvstore.cli import config, main
+from kvstore.errors import KINDS
+
+run = CliRunner().invoke
+
+
+def test_every_command_of_the_help_can_be_loaded():
+    for name, (module, about) in main.COMMANDS.items():
+        command = typer.main.get_command(import_module(f"kvstore.cli.{module}").app)
+        assert command.help, name
+        assert about.endswith((".", "...")), name
+
+
+def test_help_names_every_command_and_imports_none_of_them():
+    code = (
+        "import sys; sys.argv = ['kvtier', '--help']\n"
+        "from kvstore.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'numpy', 'aiohttp', 'obstore', 'aiobotocore', 'torch', 'lmdb', 'kvstore.client'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in main.COMMANDS)
+
+
+def test_version():
+    result = run(main.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("kvtier 0.")
+
+
+def test_an_unknown_command_is_wrong_usage_and_names_the_near_one():
+    result = run(main.app, ["sesions"])
+    assert result.exit_code == 2
+    assert "Did you mean 'sessions'" in result.output
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_each_kind_of_error_prints_its_remedy_and_ends_with_its_exit_status(kind, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise KINDS[kind].error("the thing is wrong", kind=kind)
+
+    monkeypatch.setattr(config, "load", fail)
+    result = run(main.app, ["config", "show"])
+    assert result.exit_code == KINDS[kind].exit
+    assert result.exit_code in {1, 2, 3, 4}
+    assert result.stderr == f"error: the thing is wrong\n  {KINDS[kind].remedy}\n"
+    assert result.stdout == ""
+
+
+def test_a_defect_is_not_dressed_up(monkeypatch):
+    monkeypatch.setattr(config, "load", lambda **_: 1 / 0)
+    assert isinstance(run(main.app, ["config", "show"]).exception, ZeroDivisionError)
+
+
+def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_NVME_SIZE", "16GiB")
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[dram]\nsize = "2GiB"\n[nvme]\nsize = "4GiB"\n[tenants.acme]\nuids = [1000]\n')
+    asked = ["config", "show", "--config", str(file), "--set", "node.id=n1"]
+    lines = [json.loads(line) for line in run(main.app, [*asked, "--format", "json"]).stdout.splitlines()]
+    assert all(set(line) == {"name", "value", "origin"} for line in lines)
+    found = {line["name"]: (line["value"], line["origin"]) for line in lines}
+    assert found["dram.size"] == (str(2 << 30), str(file))
+    assert found["nvme.size"] == (str(16 << 30), "KVTIER_NVME_SIZE")
+    assert found["node.id"] == ("n1", "flag")
+    assert found["dram.window"] == (str(64 << 20), "default")
+    table = run(main.app, asked).stdout
+    assert "2.0 GiB" in table
+    assert "tenant acme: local users 1000" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--set", "dram.siz=1GiB"], 2, "unknown setting dram.siz; known: size, window"),
+        (["--set", "dram"], 2, "write it like dram.size=4GiB"),
+        (["--set", "store.url=s3://key:secret@bucket/x"], 2, "must not carry credentials"),
+        (["--config", "/nowhere/kvtier.toml"], 3, "does not exist"),
+        (["--format", "xml"], 2, "'xml' is not one of"),
+    ],
+)
+def test_config_that_is_wrong_is_refused_with_the_reason(arguments, code, says):
+    result = run(main.app, ["config", "show", *arguments])
+    assert result.exit_code == code
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
