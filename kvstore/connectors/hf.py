@@ -1,0 +1,319 @@
+"""Sessions for Hugging Face models: `past_key_values` that outlive the process that computed them.
+
+::
+
+    with kvstore.open_sync("kvtier+unix:///run/kvtier/node.sock") as kv:
+        sessions = SessionCache(model, kv)
+        past = sessions.restore("chat-42", input_ids)           # what is stored of this prompt; nothing on the first turn
+        output = model.generate(input_ids, past_key_values=past.past_key_values, max_new_tokens=64)
+        sessions.commit("chat-42", output, past.past_key_values)
+
+One sequence, full attention, a transformers `DynamicCache`. torch is imported by the first `SessionCache`, not by this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from kvstore import api, codec
+from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
+from kvstore.errors import Gone, Invalid, NotFound, Overloaded, Unavailable
+from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+    from kvstore.client import SyncClient
+
+log = logging.getLogger(__name__)
+WINDOW_BYTES: Final = 64 << 20  # of blocks leased at once: far below any arena, enough to keep a bucket's link busy
+DEADLINE_MS: Final = 60_000
+MAX_REMEMBERED: Final = 4096  # sessions whose version is remembered for the next commit
+_PUT_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # a node under load drops what it cannot take: offer it again, then give up
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a restore delivered. The model computes the tokens that follow.
+
+    Attributes:
+        past_key_values: A `DynamicCache`; it belongs to the caller, and changing it changes nothing that is stored.
+        tokens: The token ids whose KV it holds, u32 [n], n being its `get_seq_length()`.
+        version: The session's version; 0 where no session was found.
+        restore_id: Under which the node tells from which tiers the bytes came (`get_restore`); "" where there was no session.
+        miss: Why it is shorter than what is stored of the prompt; "" where nothing is missing.
+    """
+
+    past_key_values: DynamicCache
+    tokens: np.ndarray
+    version: int = 0
+    restore_id: str = ""
+    miss: str = ""
+
+
+class SessionCache:
+    """Restores and commits the KV of one model's sessions.
+
+    A restore remembers the session's version, and the next commit builds on it: should somebody else have committed meanwhile, it
+    raises `Conflict` and changes nothing.
+
+    Args:
+        model: A `PreTrainedModel` with its final weights. After training it, or loading an adapter, make a new `SessionCache`.
+        kv: An open client. Its tenant is the namespace's.
+        revision: Of the weights, such as a commit hash; by default a digest of a sample of them.
+        model_id: What the model is called on every machine; by default where it was loaded from.
+        block_tokens: Tokens per block.
+
+    Raises:
+        Unsupported: The model's cache is of a kind that cannot be stored yet.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv: SyncClient,
+        *,
+        revision: str = "",
+        model_id: str = "",
+        block_tokens: int = 256,
+        tenant: str = "default",
+    ) -> None:
+        self._torch = importlib.import_module("kvstore.connectors.hf_cache")  # so that importing `hf` imports no torch
+        self._torch.empty_cache(model)  # refuses what cannot be stored now, not after the first turn
+        self._model, self._kv = model, kv
+        self.namespace = model_namespace(
+            self._torch.decoder_config(model),
+            revision=revision or self._torch.weights_digest(model),
+            dtype=self._torch.kv_dtype(model),
+            tenant=tenant,
+            block_tokens=block_tokens,
+            model=model_id,
+            lora=self._torch.adapters(model),
+        )
+        self._shard = Shard()
+        self._geometry = self._torch.Geometry(namespace=self.namespace, shard=self._shard)
+        self._versions: OrderedDict[str, int] = OrderedDict()
+
+    # --- restore ---
+
+    def restore(
+        self, session_id: str, input_ids: Any = None, *, version: int | None = None, deadline_ms: int = DEADLINE_MS
+    ) -> Restored:
+        """The KV of a session, to its exact last token.
+
+        Args:
+            session_id: The session.
+            input_ids: The whole prompt of the next turn, [n] or [1, n]. Then the cache covers what the session and the prompt
+                have in common, and leaves at least one token to compute. A session that does not exist yet shares the blocks of
+                others that begin alike. And a store in trouble costs a recomputation, never the request.
+            version: An older version; the current one by default.
+            deadline_ms: What did not arrive by then is left to be recomputed.
+
+        Raises:
+            NotFound, Gone: Without `input_ids`: there is no such session.
+            Unavailable, Overloaded: Without `input_ids`: the store is out of reach.
+        """
+        prompt = None if input_ids is None else self._ids(input_ids)
+        try:
+            return self._restore(session_id, prompt, version, deadline_ms)
+        except (NotFound, Gone):
+            if prompt is None:
+                raise
+            self._remember(session_id, 0)
+            return self.reuse(prompt, deadline_ms=deadline_ms)
+        except (Unavailable, Overloaded) as error:
+            if prompt is None:
+                raise
+            return self._nothing(error)
+
+    def _restore(self, session_id: str, prompt: np.ndarray | None, version: int | None, deadline_ms: int) -> Restored:
+        begun = self._kv.restore(  # answers at once; it stages what the loop of `_deliver` then takes window by window
+            session_id,
+            namespace=self.namespace.id,
+            version=version,
+            tokens=[] if prompt is None else prompt.tolist(),
+            deadline_ms=deadline_ms,
+        )
+        found = self._kv.manifest(session_id, namespace=self.namespace.id, version=version or 0)
+        self._remember(session_id, found.version)
+        links = found.blocks
+        if prompt is not None:  # of the first block that differs, too, the beginning may be common
+            links = links[: agreeing(self.namespace, links, prompt) + 1]
+        return self._deliver(links, prompt, deadline_ms, version=found.version, restore_id=begun.restore_id)
+
+    def reusable(self, input_ids: Any) -> int:
+        """How many tokens of a prompt `reuse` would deliver now, whichever sessions they came from. Moves no KV."""
+        prompt = self._ids(input_ids)
+        try:
+            return usable(self._stored(chain(self.namespace, prompt)) * self.namespace.block_tokens, prompt.size)
+        except (Unavailable, Overloaded) as error:
+            log.warning("kvtier: look-up failed, nothing is reused: %s", error)
+            return 0
+
+    def reuse(self, input_ids: Any, *, deadline_ms: int = DEADLINE_MS) -> Restored:
+        """The KV of the full blocks that a prompt begins with, whichever sessions they came from; it never fails a request."""
+        prompt = self._ids(input_ids)
+        try:
+            links = chain(self.namespace, prompt)
+            return self._deliver(links[: self._stored(links)], prompt, deadline_ms)
+        except (Unavailable, Overloaded) as error:
+            return self._nothing(error)
+
+    def _nothing(self, error: Exception) -> Restored:
+        log.warning("kvtier: nothing was restored, the prompt is recomputed: %s", error)
+        return Restored(past_key_values=self._torch.empty_cache(self._model), tokens=as_tokens(()), miss=str(error))
+
+    def _deliver(self, links: Sequence[Link], prompt: np.ndarray | None, deadline_ms: int, **about: Any) -> Restored:
+        """Copy blocks into a new cache, each byte once, until the prompt, the blocks or the deadline end."""
+        stored = sum(link.tokens for link in links)
+        limit = stored if prompt is None else usable(stored, prompt.size)
+        kv, tokens = self._geometry.buffer(limit), np.empty(limit, "<u4")
+        done, miss = 0, ""
+        parent: NamespaceId | PrefixId = self.namespace.id
+        ends = time.monotonic() + deadline_ms / 1000
+        for window in self._windows(links):
+            if miss or done == limit:
+                break
+            left_ms = max(1, int((ends - time.monotonic()) * 1000))
+            before = done
+            with self._kv.get(self.namespace, self._shard, window, deadline_ms=left_ms) as blocks:
+                miss = blocks.miss
+                for link, lease in zip(window, blocks.leases, strict=False):
+                    block_kv, block_ids = self._geometry.read(lease.view, link.tokens)
+                    parent = block_id(self.namespace.id, parent, block_ids)
+                    if parent != link.prefix_id:
+                        miss = "corrupt"  # its tokens are not those that its name stands for
+                        break
+                    ids = block_ids[: limit - done]
+                    common = ids.size if prompt is None else common_prefix(ids, prompt[done:])
+                    np.copyto(kv[:, :, done : done + common], block_kv[:, :, :common])
+                    tokens[done : done + common] = ids[:common]
+                    done += common
+                if not blocks.intact:
+                    done, miss = before, "unavailable"  # the node died while this was copied
+        cache = self._geometry.cache(self._model, kv[:, :, :done])
+        return Restored(past_key_values=cache, tokens=tokens[:done], miss=miss, **about)
+
+    def _windows(self, links: Sequence[Link]) -> Sequence[Sequence[Link]]:
+        size = codec.layout(self.namespace, self._shard, self.namespace.block_tokens).raw_bytes
+        step = max(1, WINDOW_BYTES // size)
+        return [links[first : first + step] for first in range(0, len(links), step)]
+
+    # --- commit ---
+
+    def commit(
+        self,
+        session_id: str,
+        input_ids: Any,
+        past_key_values: DynamicCache,
+        *,
+        durability: api.Durability | None = None,
+        exact: bool = True,
+        base_version: int | None = None,
+        ttl_s: int | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> api.Receipt:
+        """Store a session's KV after a turn: publish the blocks that are not stored yet, then make all of them the next version.
+
+        Args:
+            session_id: The session; it is created where it does not exist.
+            input_ids: Prompt and answer, [n] or [1, n]. After `generate` that is one token more than the cache holds: the last
+                one was never computed, and is not stored.
+            past_key_values: The cache, which holds the KV of the first of these tokens.
+            durability: What the receipt promises; the node's default where None.
+            exact: Whether a last block that is not full is stored as well, so that the session resumes at its last token.
+            base_version: The version this one continues; by default the one that was last restored or committed here, 0 if none.
+            ttl_s: As the API's `Commit`.
+            labels: As the API's `Commit`.
+
+        Raises:
+            Conflict: The session has moved on: restore it again, or fork.
+            Overloaded: The node took not even the first block.
+            Invalid: The cache is not of these tokens, or holds none to store.
+        """
+        held = self._geometry.check(past_key_values)
+        tokens = self._ids(input_ids)
+        if tokens.size < held:
+            raise Invalid(f"past_key_values holds {held} tokens, and input_ids only {tokens.size}: pass prompt and answer")
+        links = chain(self.namespace, tokens[:held], partial=exact)
+        if not links:
+            raise Invalid(f"past_key_values holds {held} tokens, and a full block has {self.namespace.block_tokens}")
+        taken = self._publish(links, tokens, past_key_values)
+        if not taken:
+            raise Overloaded("the node took none of the blocks: it is under load")
+        receipt = self._kv.commit(
+            session_id,
+            namespace=self.namespace,
+            base_version=self._versions.get(session_id, 0) if base_version is None else base_version,
+            blocks=links[:taken],
+            shards=(str(self._shard),),
+            ttl_s=ttl_s,
+            labels=labels or {},
+            durability=durability,
+        )
+        self._remember(session_id, receipt.version)
+        return receipt if taken == len(links) else msgspec.structs.replace(receipt, cut=True)
+
+    def _publish(self, links: Sequence[Link], tokens: np.ndarray, cache: DynamicCache) -> int:
+        """Hand the node what is not stored. Returns how many leading blocks are stored, or were taken."""
+        size = self.namespace.block_tokens
+        missing = list(range(self._stored(links), len(links)))
+
+        def fill(index: int, payload: memoryview) -> None:
+            at = missing[index]
+            kv, ids = self._geometry.payload(payload, links[at].tokens)
+            self._geometry.copy_out(cache, at * size, kv)
+            ids[:] = tokens[at * size : at * size + ids.size]
+
+        for pause in (*_PUT_PAUSES, None):
+            if not missing:
+                return len(links)
+            taken = self._kv.put(self.namespace, self._shard, [links[at] for at in missing], fill)
+            missing = [at for at, good in zip(missing, taken, strict=True) if not good]
+            if missing and pause:
+                time.sleep(pause)
+        return missing[0] if missing else len(links)
+
+    # --- forks, and the way back ---
+
+    def fork(self, session_id: str, as_: str, *, version: int = 0) -> api.Session:
+        """A second session that begins as this one's version (0: the current one); no KV moves."""
+        session = self._kv.fork(session_id, namespace=self.namespace.id, as_=as_, version=version)
+        self._remember(as_, session.version)
+        return session
+
+    def rewind(self, session_id: str, *, version: int | None = None, tokens: int | None = None) -> api.Session:
+        """Back to an earlier version, or to fewer tokens (floored to a block boundary); the answer says how many it now has."""
+        session = self._kv.rewind(session_id, namespace=self.namespace.id, version=version, tokens=tokens)
+        self._remember(session_id, session.version)
+        return session
+
+    # --- parts ---
+
+    def _ids(self, input_ids: Any) -> np.ndarray:
+        return as_tokens(self._torch.as_ids(input_ids))
+
+    def _stored(self, links: Sequence[Link]) -> int:
+        """Length of the leading run of blocks that are somewhere."""
+        if not links:
+            return 0
+        shards = (str(self._shard),)
+        return self._kv.lookup(namespace=self.namespace.id, prefix_ids=[link.prefix_id for link in links], shards=shards).run
+
+    def _remember(self, session_id: str, version: int) -> None:
+        self._versions[session_id] = version
+        self._versions.move_to_end(session_id)
+        if len(self._versions) > MAX_REMEMBERED:
+            self._versions.popitem(last=False)
+
+
+def crop(cache: DynamicCache, tokens: int) -> None:
+    """Keep the first `tokens` tokens of a cache; see `hf_cache.crop`."""
+    importlib.import_module("kvstore.connectors.hf_cache").crop(cache, tokens)

@@ -1,0 +1,69 @@
+"""A random little model, and clients."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for fake_client
+
+
+@pytest.fixture(scope="session")
+def torch():
+    torch = pytest.importorskip("torch", reason="the `torch` extra is not installed")
+    torch.set_num_threads(1)
+    return torch
+
+
+@pytest.fixture(scope="session")
+def transformers(torch):
+    return pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+
+
+@pytest.fixture(scope="session")
+def make_model(torch, transformers):
+    """Builds a Llama of 2 layers and 2 KV heads; one seed, one set of weights."""
+
+    def make(seed=1, dtype="float32", **changes):
+        fields = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+        }
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(**(fields | changes))
+        return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture
+def prompt(torch):
+    """`prompt(n)`: n token ids, shape [1, n]; a longer one begins like a shorter one."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(2, 97, (1, 400), generator=generator)
+    return lambda n: ids[:, :n].clone()
+
+
+@pytest.fixture
+def prefill(torch):
+    """`prefill(model, ids)`: the cache of these tokens."""
+
+    def run(model, ids, past=None):
+        with torch.inference_mode():
+            return model(ids, past_key_values=past, use_cache=True).past_key_values
+
+    return run

@@ -1,0 +1,124 @@
+"""A client without a node: dictionaries, and faults to inject. It keeps the contract of `kvstore.client.SyncClient`."""
+
+from __future__ import annotations
+
+from kvstore import api, codec
+from kvstore.blocks import BlockLease, Blocks
+from kvstore.errors import Conflict, NotFound
+from kvstore.ids import BlockName
+
+SHARD = "t0of1.p0of1.g0"
+
+
+class FakeClient:
+    def __init__(self):
+        self.blocks = {}  # (namespace id, prefix id) -> raw object
+        self.sessions = {}  # (session, namespace id) -> list of versions, each a list of links
+        self.puts = []  # links offered, in order
+        self.leased = 0
+        self.refuse_puts = 0  # so many offers are not taken
+        self.down = None  # an error that every call raises
+        self.dies_while_read = False
+
+    def _up(self):
+        if self.down is not None:
+            raise self.down
+
+    def _versions(self, session, namespace):
+        found = self.sessions.get((session, namespace))
+        if found is None:
+            raise NotFound(f"session {session!r}")
+        return found
+
+    def restore(self, session, *, namespace, version=None, tokens=(), deadline_ms=0):
+        self._up()
+        return api.RestoreStatus(restore_id="r1", id=session, state="resolving", node="fake", tier="dram")
+
+    def manifest(self, session, *, namespace, version=0):
+        self._up()
+        versions = self._versions(session, namespace)
+        links = versions[version - 1 if version else -1]
+        return api.SessionManifest(
+            id=session,
+            namespace=namespace,
+            lane="main",
+            version=version or len(versions),
+            tokens=sum(link.tokens for link in links),
+            block_tokens=0,
+            shards=[SHARD],
+            blocks=list(links),
+        )
+
+    def lookup(self, *, namespace, prefix_ids, shards):
+        self._up()
+        run = 0
+        while run < len(prefix_ids) and (namespace, prefix_ids[run]) in self.blocks:
+            run += 1
+        return api.Found(run=run, tiers=["dram"] * run)
+
+    def get(self, namespace, shard, links, *, deadline_ms=0):
+        self._up()
+        leases, miss = [], ""
+        for link in links:
+            raw = self.blocks.get((namespace.id, link.prefix_id))
+            if raw is None:
+                miss = "absent"
+                break
+            leases.append(BlockLease(memoryview(raw), self._let_go))
+        self.leased += len(leases)
+        return Blocks(leases, miss, lambda: not self.dies_while_read)
+
+    def _let_go(self):
+        self.leased -= 1
+
+    def put(self, namespace, shard, links, fill):
+        self._up()
+        taken = []
+        for index, link in enumerate(links):
+            self.puts.append(link)
+            if self.refuse_puts:
+                self.refuse_puts -= 1
+                taken.append(False)
+                continue
+            found = codec.layout(namespace, shard, link.tokens)
+            raw = bytearray(found.raw_bytes)
+            fill(index, memoryview(raw)[found.header_bytes :])
+            codec.seal(memoryview(raw), BlockName(namespace.id, shard, link.prefix_id, link.tokens), namespace)
+            self.blocks[namespace.id, link.prefix_id] = raw
+            taken.append(True)
+        return taken
+
+    def commit(self, session, *, namespace, base_version, blocks, shards, ttl_s=None, labels=None, durability=None):
+        self._up()
+        versions = self.sessions.setdefault((session, namespace.id), [])
+        if len(versions) != base_version:
+            raise Conflict(f"session {session!r} is at version {len(versions)}", current=len(versions))
+        versions.append(list(blocks))
+        return api.Receipt(
+            id=session,
+            namespace=namespace.id,
+            lane="main",
+            version=len(versions),
+            tokens=sum(link.tokens for link in blocks),
+            blocks=len(blocks),
+            durability=durability or "dram",
+        )
+
+    def _state(self, session, namespace):
+        versions = self._versions(session, namespace)
+        links = versions[-1]
+        tokens = sum(link.tokens for link in links)
+        return api.Session(id=session, namespace=namespace, lane="main", version=len(versions), tokens=tokens, blocks=len(links))
+
+    def fork(self, session, *, namespace, as_, version=0):
+        versions = self._versions(session, namespace)
+        self.sessions[as_, namespace] = [versions[version - 1 if version else -1]]
+        return self._state(as_, namespace)
+
+    def rewind(self, session, *, namespace, version=None, tokens=None):
+        versions = self._versions(session, namespace)
+        links = versions[-1] if version is None else versions[version - 1]
+        if tokens is not None:
+            links = links[: tokens // links[0].tokens]
+        versions.append(links)
+        return self._state(session, namespace)
