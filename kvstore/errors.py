@@ -189,6 +189,9 @@ KINDS: dict[str, Kind] = {
     "clock_skew": Kind(
         Unavailable, 503, EXIT_UNAVAILABLE, "set this host's clock (NTP): it differs from the store's by more than is allowed"
     ),
+    "no_bucket": Kind(
+        Unavailable, 503, EXIT_UNAVAILABLE, "create the bucket, or correct its name or the endpoint in the store's URL"
+    ),
     "store_not_initialised": Kind(
         Unavailable,
         503,
@@ -217,6 +220,7 @@ KINDS: dict[str, Kind] = {
         Denied, 403, EXIT_FAILED, "the key is valid and lacks a right: allow Get, Put, Delete on the prefix and List on the bucket"
     ),
     "invalid": Kind(Invalid, 400, EXIT_USAGE, "correct the field the message names"),
+    "wrong_region": Kind(Invalid, 400, EXIT_USAGE, "set `region=` in the store's URL to the bucket's own region"),
     "too_many_branches": Kind(
         TooManyBranches, 400, EXIT_USAGE, "fork into a new family (`detach`), or delete branches nobody needs"
     ),

@@ -12,6 +12,12 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
+from kvstore.errors import Invalid
+
+MAX_KEY_BYTES: Final = 1024
+PAGE: Final = 1000
+"""Most keys in one page of a listing, and in one batch of a deletion (S3's own limit for both)."""
+
 
 class ObjectMeta(msgspec.Struct, frozen=True):
     """What a listing or a HEAD says. `modified` is in seconds since the epoch, by the store's clock."""
@@ -84,8 +90,9 @@ class ObjectStore(Protocol):
     """Keys are full keys, as :class:`kvstore.keys.Keys` spells them.
 
     Every call has a deadline of the store's own and raises, besides what each says: `Unavailable` (kinds `unavailable`,
-    `timeout`, `store_busy`, `store_conflict`), `Denied` (by kind: credentials, expiry, rights, clock skew is `Unavailable`),
-    `Unsupported`, `Closed` (kind `forked` in a forked child).
+    `timeout`, `store_busy`, `store_conflict`, `clock_skew`, `no_bucket`), `Denied` (by kind: credentials, expiry, rights),
+    `Invalid` (a key no store keeps as it is, a wrong region), `Overloaded` (no room for its bytes in time), `Unsupported`,
+    `Closed` (kind `forked` in a forked child).
     """
 
     async def get(
@@ -99,8 +106,9 @@ class ObjectStore(Protocol):
         """Read an object, or the bytes [start, end) of it.
 
         A range that starts at or past the end of the object gives an empty `data`, never an error; one that ends past it gives
-        what is there. With `into`, bytes are copied there and nothing longer than it is ever buffered: an object (or range)
-        larger than `into` raises `Corrupt` before its body is read.
+        what is there. With `into`, bytes are put there and nothing longer than it is ever buffered: an object (or range)
+        larger than `into` raises `Corrupt` before its body is read. When the caller is cancelled, nobody writes into `into` any
+        more once this call is over.
         """
         ...
 
@@ -121,7 +129,11 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
-        """Pages (up to 1,000) of what has this key prefix, in key order. The prefix is a plain string and need not end at a '/'."""
+        """Pages (up to 1,000) of what has this key prefix. The prefix is a plain string and need not end at a '/'.
+
+        Each object that stays is seen exactly once, in the store's own order: bytes of the key on S3, path by path on SeaweedFS
+        (`a/b` before `a-b`). `start_after` is a key in that order, and no other key's folder.
+        """
         ...
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
@@ -135,3 +147,18 @@ class ObjectStore(Protocol):
     async def aclose(self) -> None:
         """Finish what is in flight and let go of connections."""
         ...
+
+
+def check_key(key: str) -> str:
+    """The key, if every store keeps it exactly as it is spelled.
+
+    Clients and servers clean other keys up silently, so that an object lands somewhere else than was said.
+
+    Raises:
+        Invalid: It is empty or over 1,024 bytes, has a control character, or an empty, `.` or `..` path part.
+    """
+    if not key or len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES:
+        raise Invalid(f"an object key must be 1 to {MAX_KEY_BYTES} bytes long; {key[:40]!r} is not")
+    if any(part in {"", ".", ".."} for part in key.split("/")) or not key.isprintable():
+        raise Invalid(f"object key {key[:80]!r} has a part that is empty, '.' or '..', or a control character")
+    return key

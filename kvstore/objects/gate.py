@@ -1,0 +1,75 @@
+"""Bytes in flight, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvstore.errors import Overloaded
+
+
+class ByteGate:
+    """Lets requests through while their bytes fit under a limit, first come first served.
+
+    A request larger than the whole limit passes alone, so that nothing waits for ever.
+
+    Args:
+        limit: Bytes.
+        patience_s: A request that waited so long raises `Overloaded` instead of piling up.
+    """
+
+    def __init__(self, limit: int, patience_s: float) -> None:
+        self._limit, self._patience = limit, patience_s
+        self._held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def held(self) -> int:
+        """Bytes let through and not yet given back."""
+        return self._held
+
+    @asynccontextmanager
+    async def hold(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait for room, and keep it for the length of the block."""
+        size = min(nbytes, self._limit)
+        await self._take(size)
+        try:
+            yield
+        finally:
+            self._give_back(size)
+
+    async def _take(self, size: int) -> None:
+        if not self._waiting and self._held + size <= self._limit:
+            self._held += size
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        try:
+            async with asyncio.timeout(self._patience):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # let through and given up in the same instant
+                self._give_back(size)
+            else:
+                if (size, turn) in self._waiting:
+                    self._waiting.remove((size, turn))
+                self._let_through()  # whoever stood behind may be smaller
+            if isinstance(error, TimeoutError):
+                raise Overloaded(
+                    f"waited {self._patience:.0f} s for room for {size} bytes among {self._limit} in flight",
+                    remedy="back off; raise [store] inflight if the store keeps up with more",
+                ) from None
+            raise
+
+    def _give_back(self, size: int) -> None:
+        self._held -= size
+        self._let_through()
+
+    def _let_through(self) -> None:
+        while self._waiting and self._held + self._waiting[0][0] <= self._limit:
+            size, turn = self._waiting.popleft()
+            if not turn.done():
+                self._held += size
+                turn.set_result(None)
