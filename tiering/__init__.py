@@ -1,1 +1,71 @@
-"""A hierarchy of byte tiers under budgets: leases, single flight, read-through, write-behind."""
+"""A hierarchy of byte tiers under budgets: leases, single flight, read-through, write-behind.
+
+It moves opaque, immutable byte strings under 32-byte keys between memory, disk and whatever origins are injected, and knows
+nothing of what they mean. Names that need LMDB are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tiering.budget import Budget
+from tiering.dram import DramSlot, DramTier
+from tiering.flight import Flights
+from tiering.movers import Movers, settled
+from tiering.policy import Lru, Policy
+from tiering.stack import Reach, Stack, StackSettings
+from tiering.stats import LATENCY_BOUNDS, Histogram, TierStats
+from tiering.tier import (
+    JournalFull,
+    Lease,
+    Miss,
+    Origin,
+    PathInUse,
+    Slot,
+    Tier,
+    TierClosed,
+    TierError,
+    Want,
+)
+
+if TYPE_CHECKING:
+    from tiering.disk import DiskTier
+    from tiering.journal import Journal
+
+__all__ = [
+    "LATENCY_BOUNDS",
+    "Budget",
+    "DiskTier",
+    "DramSlot",
+    "DramTier",
+    "Flights",
+    "Histogram",
+    "Journal",
+    "JournalFull",
+    "Lease",
+    "Lru",
+    "Miss",
+    "Movers",
+    "Origin",
+    "PathInUse",
+    "Policy",
+    "Reach",
+    "Slot",
+    "Stack",
+    "StackSettings",
+    "Tier",
+    "TierClosed",
+    "TierError",
+    "TierStats",
+    "Want",
+    "settled",
+]
+
+_LAZY = {"DiskTier": "tiering.disk", "Journal": "tiering.journal"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

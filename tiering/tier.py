@@ -6,11 +6,28 @@ composes it injects an :class:`Origin` that fetches and verifies values.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import msgspec
+
+
+class TierError(Exception):
+    """A tier cannot be opened or used as asked: a fault of set-up, never the absence of a value."""
+
+
+class PathInUse(TierError):
+    """Another tier, in this process or another, has this path open."""
+
+
+class JournalFull(TierError):
+    """The record or the journal is too large: the work it would announce must not be promised."""
+
+
+class TierClosed(TierError):
+    """The tier was closed before this value could become visible."""
 
 
 class Miss(enum.Enum):
@@ -28,13 +45,21 @@ class Want(msgspec.Struct, frozen=True):
 
     Attributes:
         key: 32 bytes.
-        size: Length of the value in bytes; known before it is read, so that room is reserved exactly.
+        size: Length of the value in bytes; known before it is read, so that room is reserved exactly. Nothing is ever found
+            under a size below 1.
         ref: Whatever an origin needs to find the value; opaque to this package.
+
+    Raises:
+        ValueError: The key is not 32 bytes long.
     """
 
     key: bytes
     size: int
     ref: object = None
+
+    def __post_init__(self) -> None:
+        if len(self.key) != 32:
+            raise ValueError(f"a key has 32 bytes, not {len(self.key)}")
 
 
 class Lease:
@@ -44,25 +69,26 @@ class Lease:
         key: The value's key.
         view: The bytes, read-only.
         offset: Where they start in the tier's shared arena, for a reader that maps it; -1 where there is no arena.
+        size: Length in bytes.
+        source: Name of the tier or origin that had them when they were asked for.
     """
 
-    __slots__ = ("_release", "key", "offset", "view")
+    __slots__ = ("_release", "key", "offset", "size", "source", "view")
 
-    def __init__(self, key: bytes, view: memoryview, offset: int, release: Callable[[], None]) -> None:
+    def __init__(self, key: bytes, view: memoryview, offset: int, release: Callable[[], None], source: str = "") -> None:
         self.key = key
         self.view = view.toreadonly()
+        self.size = view.nbytes
         self.offset = offset
+        self.source = source
         self._release: Callable[[], None] | None = release
 
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        return self.view.nbytes
-
     def release(self) -> None:
-        """Let go. Calling it again does nothing. The view must not be used afterwards."""
+        """Let go. Calling it again does nothing. The view must not be used afterwards; touching it raises ValueError."""
         release, self._release = self._release, None
         if release is not None:
+            with contextlib.suppress(BufferError):  # an array made from the view is still alive; its owner broke the rule above
+                self.view.release()
             release()
 
     def __enter__(self) -> Self:
@@ -73,9 +99,17 @@ class Lease:
 
 
 class Slot(Protocol):
-    """Room reserved for one value that is being written. Exactly one of `commit` and `abort` ends it."""
+    """Room reserved for one value that is being written. Exactly one of `commit` and `abort` ends it.
 
+    Attributes:
+        want: The value it is for.
+        view: Exactly `want.size` writable bytes.
+        padded: The same bytes and those up to the next multiple of 4,096; page-aligned, so that O_DIRECT can read into it.
+    """
+
+    want: Want
     view: memoryview
+    padded: memoryview
 
     def commit(self) -> Lease:
         """The bytes are complete: make them visible under the key, and lease them to the writer."""
@@ -118,7 +152,7 @@ class Tier(Protocol):
         ...
 
     async def evict(self, nbytes: int) -> int:
-        """Make at least that many bytes free if leases allow; how many were freed."""
+        """Drop values, least useful first, until that many bytes are freed or all that is left is leased; how many were freed."""
         ...
 
     async def aclose(self) -> None:
@@ -132,7 +166,10 @@ class Origin(Protocol):
     name: str
 
     async def fetch(self, want: Want, into: memoryview) -> Miss | None:
-        """Fill `into` (exactly `want.size` bytes) with verified bytes. None: done. On a miss `into` holds garbage."""
+        """Fill `into` (exactly `want.size` bytes) with verified bytes. None: done. On a miss `into` holds garbage.
+
+        When this is cancelled, `into` is somebody else's as soon as the coroutine has ended: nothing may write there then.
+        """
         ...
 
     async def offer(self, want: Want, value: Lease) -> bool:

@@ -1,0 +1,340 @@
+"""The memory tier: values in one shared arena, leased without a copy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Self
+
+from tiering.arena import Arena
+from tiering.budget import Budget
+from tiering.extents import Extents, rounded, with_slack
+from tiering.movers import Movers
+from tiering.policy import Lru, Policy
+from tiering.stats import TierStats
+from tiering.tier import Lease, Miss, TierClosed, Want
+
+_log = logging.getLogger("tiering.dram")
+_POPULATE_STEP = 8 << 20  # a few milliseconds of a mover thread
+
+
+class _Value:
+    """A value in the arena. `leases` counts who reads it; `gone` says that its key no longer leads here."""
+
+    __slots__ = ("gone", "key", "leases", "offset", "size")
+
+    def __init__(self, key: bytes, offset: int, size: int) -> None:
+        self.key = key
+        self.offset = offset
+        self.size = size
+        self.leases = 0
+        self.gone = False
+
+
+class DramSlot:
+    """Room in the arena for one value; see :class:`tiering.Slot`."""
+
+    __slots__ = ("_open", "_tier", "offset", "padded", "view", "want")
+
+    def __init__(self, tier: DramTier, want: Want, offset: int, padded: memoryview) -> None:
+        self.want = want
+        self.offset = offset
+        self.padded = padded
+        self.view = padded[: want.size]
+        self._tier = tier
+        self._open = True
+
+    def commit(self) -> Lease:
+        """Make the value visible, and lease it to the writer.
+
+        If the key got a value meanwhile, that one is kept and leased, and this room is given back: equal keys mean equal values.
+
+        Raises:
+            ValueError: The slot was ended before.
+            TierClosed: The tier was closed meanwhile.
+        """
+        if not self._open:
+            raise ValueError("this slot was committed or aborted before")
+        # A page's rest holds what was here before. It goes to disk with the value: let it be zeros.
+        self.padded[self.want.size :] = bytes(self.padded.nbytes - self.want.size)
+        self._close()
+        return self._tier._commit(self.want, self.offset)  # noqa: SLF001  a slot is its tier's other half
+
+    def abort(self) -> None:
+        """Give the room back; nothing after `commit`."""
+        if self._open:
+            self._close()
+            self._tier._abort(self.want, self.offset)  # noqa: SLF001  a slot is its tier's other half
+
+    def _close(self) -> None:
+        self._open = False
+        for view in (self.view, self.padded):
+            with contextlib.suppress(BufferError):  # an array made from it is alive; its owner promised not to write any more
+                view.release()
+
+
+class DramTier:
+    """A byte-limited map of values in one arena; see :class:`tiering.Tier`.
+
+    Everything but the coroutines may be called from any thread.
+
+    Attributes:
+        name: Its name in leases, statistics and logs.
+        stats: Counters since it was opened.
+    """
+
+    def __init__(self, name: str, limit: int, arena: Arena, policy: Policy) -> None:
+        self.name = name
+        self.stats = TierStats()
+        self._arena = arena
+        self._policy = policy
+        self._budget = Budget(limit)
+        self._extents = Extents(arena.size)
+        self._values: dict[bytes, _Value] = {}
+        self._leases = 0
+        self._pinned = 0  # bytes in use that are leased: they cannot make room
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, name: str, limit: int, movers: Movers, *, policy: Policy | None = None) -> AsyncIterator[Self]:
+        """Map an arena for `limit` payload bytes. Its pages are made real in the background, while it is in use.
+
+        Raises:
+            OSError: The system refuses the memory.
+        """
+        arena = Arena.create(name, with_slack(limit))
+        tier = cls(name, limit, arena, policy or Lru())
+        populating = asyncio.create_task(tier._populate(movers))
+        try:
+            yield tier
+        finally:
+            populating.cancel()
+            await asyncio.wait((populating,))
+            await tier.aclose()
+
+    @property
+    def fd(self) -> int:
+        """The arena, for a reader on this host to map read-only."""
+        return self._arena.fd
+
+    @property
+    def size(self) -> int:
+        """Bytes a reader maps."""
+        return self._arena.size
+
+    @property
+    def used(self) -> int:
+        """Payload bytes held or reserved."""
+        return self._budget.held
+
+    @property
+    def limit(self) -> int:
+        """Payload bytes it may hold."""
+        return self._budget.limit
+
+    @property
+    def leases(self) -> int:
+        """How many leases are out."""
+        return self._leases
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def lease(self, want: Want) -> Lease | Miss:
+        """One value, without counting a hit or a miss: for who put it here a moment ago."""
+        with self._lock:
+            return self._lease(want)
+
+    def lease_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
+        """Each value leased, or why not; in the order asked."""
+        found: list[Lease | Miss] = []
+        with self._lock:
+            for want in wants:
+                got = self._lease(want)
+                if isinstance(got, Miss):
+                    self.stats.miss(got)
+                else:
+                    self.stats.hit(want.size)
+                found.append(got)
+        return found
+
+    def reserve(self, want: Want) -> DramSlot | Miss:
+        """Room for a value that is about to be written, evicting what nobody leases.
+
+        Returns:
+            A slot whose `padded` view is page-aligned; or FULL where leases leave no room, ABSENT for a size below 1.
+        """
+        with self._lock:
+            if self._closed:
+                return Miss.UNAVAILABLE
+            if want.size <= 0:
+                return Miss.ABSENT
+            if want.size > self.limit - self._pinned - self._budget.reserved or not self._policy.admit(want.key, want.size):
+                return self._full()
+            while not self._budget.reserve(want.size):
+                if not self._evict_one():
+                    return self._full()
+            while (offset := self._extents.allocate(want.size)) is None:  # room enough, but in pieces
+                if not self._evict_one():
+                    self._budget.cancel(want.size)
+                    return self._full()
+            return DramSlot(self, want, offset, self._arena.view[offset : offset + rounded(want.size)])
+
+    async def get_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
+        """See :class:`tiering.Tier`; it never waits."""
+        return self.lease_many(wants)
+
+    async def put_many(self, items: Sequence[tuple[Want, memoryview]]) -> list[bool]:
+        """Copy each value in. False where leases leave no room, or the view is not `want.size` bytes.
+
+        Raises:
+            TypeError: A view is not contiguous.
+        """
+        kept = []
+        for want, view in items:
+            kept.append(self._put(want, view))
+            await asyncio.sleep(0)  # a copy holds the loop for 0.1 ms per MiB; let others run between two
+        return kept
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which are here now."""
+        values = self._values
+        return [key in values for key in keys]
+
+    def discard_many(self, keys: Sequence[bytes]) -> int:
+        """Forget these values unless they are leased; how many went."""
+        gone = 0
+        with self._lock:
+            for key in keys:
+                value = self._values.get(key)
+                if value is not None and not value.leases:
+                    self._policy.remove(key)
+                    self._forget(value)
+                    gone += 1
+        return gone
+
+    async def evict(self, nbytes: int) -> int:
+        """Drop least recently used values until `nbytes` are freed or all that is left is leased; how many bytes were freed."""
+        with self._lock:
+            before = self._budget.used
+            while before - self._budget.used < nbytes and self._evict_one():
+                pass
+            return before - self._budget.used
+
+    async def aclose(self) -> None:
+        """Stop. Leases that are out stay readable until they are released."""
+        with self._lock:
+            self._closed = True
+            self._arena.close()
+
+    async def _populate(self, movers: Movers) -> None:
+        try:
+            for offset in range(0, self._arena.size, _POPULATE_STEP):
+                await movers.run(self._arena.populate, offset, _POPULATE_STEP)
+        except OSError as error:
+            _log.warning("arena %s: pages are made on first use: %s", self.name, error)
+
+    def _put(self, want: Want, view: memoryview) -> bool:
+        if view.nbytes != want.size:
+            return False
+        with self._lock:
+            value = self._values.get(want.key)
+            if value is not None and value.size == want.size:
+                self._policy.touch(want.key)
+                return True
+        slot = self.reserve(want)
+        if isinstance(slot, Miss):
+            return False
+        try:
+            slot.view[:] = view.cast("B")
+            slot.commit().release()
+        finally:
+            slot.abort()
+        return True
+
+    # Below: the lock is held.
+
+    def _lease(self, want: Want) -> Lease | Miss:
+        if self._closed:
+            return Miss.UNAVAILABLE
+        value = self._values.get(want.key)
+        if value is None or value.size != want.size:
+            return Miss.ABSENT
+        return self._leased(value)
+
+    def _leased(self, value: _Value) -> Lease:
+        if not value.leases:
+            self._policy.remove(value.key)
+            self._pinned += value.size
+        value.leases += 1
+        self._leases += 1
+        view = self._arena.view[value.offset : value.offset + value.size]
+        return Lease(value.key, view, value.offset, partial(self._release, value), self.name)
+
+    def _full(self) -> Miss:
+        self.stats.drops += 1
+        return Miss.FULL
+
+    def _forget(self, value: _Value) -> None:
+        """The key leads nowhere now; the room is free when nobody reads it."""
+        del self._values[value.key]
+        value.gone = True
+        if not value.leases:
+            self._free(value)
+
+    def _free(self, value: _Value) -> None:
+        self._budget.free(value.size)
+        self._extents.free(value.offset, value.size)
+
+    def _evict_one(self) -> bool:
+        key = self._policy.victim()
+        if key is None:
+            return False
+        self._forget(self._values[key])
+        self.stats.evictions += 1
+        return True
+
+    # Below: called by slots and leases, on any thread.
+
+    def _commit(self, want: Want, offset: int) -> Lease:
+        with self._lock:
+            old = self._values.get(want.key)
+            same = old is not None and old.size == want.size
+            if same or self._closed:
+                self._budget.cancel(want.size)
+                self._extents.free(offset, want.size)
+            if self._closed:
+                raise TierClosed(f"{self.name} was closed")
+            if old is not None and same:
+                return self._leased(old)
+            if old is not None:
+                self._policy.remove(old.key)
+                self._forget(old)
+            self._budget.commit(want.size)
+            value = self._values[want.key] = _Value(want.key, offset, want.size)
+            self.stats.bytes_in += want.size
+            return self._leased(value)
+
+    def _abort(self, want: Want, offset: int) -> None:
+        with self._lock:
+            self._budget.cancel(want.size)
+            self._extents.free(offset, want.size)
+
+    def _release(self, value: _Value) -> None:
+        with self._lock:
+            self._leases -= 1
+            value.leases -= 1
+            if value.leases:
+                return
+            self._pinned -= value.size
+            if value.gone:
+                self._free(value)
+            else:
+                self._policy.add(value.key)

@@ -1,0 +1,202 @@
+"""The durable side of a disk tier: small tables in LMDB, committed in groups by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import lmdb
+
+from tiering.movers import be_nice
+from tiering.tier import TierError
+
+_log = logging.getLogger("tiering.index")
+
+SLOTS, JOURNAL, META = "slots", "journal", "meta"
+TABLES = (SLOTS, JOURNAL, META)
+_LAYOUT = b"1"
+_DAMAGED = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+    lmdb.BadTxnError,
+    lmdb.BadValsizeError,
+    lmdb.IncompatibleError,
+    EOFError,
+)
+_GROUP = 4096  # changes in one transaction, at most about
+
+
+class Change(NamedTuple):
+    """Put `value` under `key`; where it is None, delete the key."""
+
+    table: str
+    key: bytes
+    value: bytes | None
+
+
+class _Ask(NamedTuple):
+    changes: Sequence[Change]
+    done: Future[None]
+    then: Callable[[], None] | None
+
+
+class Index:
+    """Tables of a single owner. Reads happen once, at `open`; from then on it is only written.
+
+    Every commit is synchronous, and preceded by `barrier` where it names new slots: an entry never reaches the disk before the
+    bytes it points at. LMDB without sync would be faster and just as safe against kill -9; but it reuses pages that the last
+    *durable* tree still needs, so that a power cut can leave a tree that crashes whoever maps it. Changes that arrive
+    during a commit share the next one, which keeps the price of the two flushes small.
+
+    Args:
+        env: An LMDB environment without LMDB's own locking.
+        barrier: Makes slot bytes durable; called on the index's thread.
+    """
+
+    def __init__(self, env: Any, barrier: Callable[[], None]) -> None:
+        self._env = env
+        self._barrier = barrier
+        self._tables = {name: env.open_db(name.encode()) for name in TABLES}
+        self._queue: SimpleQueue[_Ask | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tiering-index", daemon=True)
+
+    @classmethod
+    def open(cls, path: Path, map_size: int, barrier: Callable[[], None]) -> Index:
+        """Open or create the tables. Blocking.
+
+        A file that is not an index any more (zero-filled, cut, foreign) is replaced by an empty one: its values are misses.
+
+        Args:
+            path: LMDB's data file.
+            map_size: Its largest size in bytes; only address space until used.
+            barrier: See the class.
+
+        Raises:
+            TierError: Another version of this software wrote it.
+            OSError: It cannot be created.
+        """
+        try:
+            try:
+                index = cls(_open_env(path, map_size), barrier)
+                layout = dict(index.load(META)).get(b"layout")
+            except _DAMAGED as error:
+                _log.warning("%s is damaged and starts empty: %s", path, error)
+                path.unlink(missing_ok=True)
+                index = cls(_open_env(path, map_size), barrier)
+                layout = None
+        except lmdb.Error as error:
+            raise OSError(f"cannot open {path}: {error}") from error
+        if layout not in {None, _LAYOUT}:
+            index._env.close()
+            raise TierError(f"{path} has layout {layout!r}, this version knows {_LAYOUT!r}: remove the folder, or use another")
+        index._thread.start()
+        if layout is None:
+            index.submit([Change(META, b"layout", _LAYOUT)]).result()
+        return index
+
+    def load(self, table: str) -> list[tuple[bytes, bytes]]:
+        """A whole table. Only before the first change is submitted."""
+        with self._env.begin(db=self._tables[table]) as txn:
+            return list(txn.cursor())
+
+    def submit(self, changes: Sequence[Change], then: Callable[[], None] | None = None) -> Future[None]:
+        """Queue changes; all of one call land together, and calls land in order. From any thread.
+
+        Args:
+            changes: What to write.
+            then: Called once on the index's thread after they landed. Changes with a `then` are never given up: when a commit
+                fails, they are tried again with the next.
+
+        Returns:
+            Done when the changes, and all before them, are durable; with an OSError when a commit failed. A call without
+            changes waits for all before it.
+        """
+        done: Future[None] = Future()
+        self._queue.put(_Ask(changes, done, then))
+        return done
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Make changes durable. After a cancellation they may land, or not.
+
+        Raises:
+            OSError: They did not.
+        """
+        await asyncio.wrap_future(self.submit(changes))
+
+    def close(self) -> None:
+        """Commit what is queued, and let go of the file. Blocking."""
+        self._queue.put(None)
+        self._thread.join()
+        self._env.close()
+
+    def _run(self) -> None:
+        be_nice()
+        again: list[_Ask] = []
+        running = True
+        while running:
+            group, running = self._next_group()
+            group = again + group
+            again = []
+            try:
+                self._write(group)
+            except (OSError, lmdb.Error) as error:
+                failure = OSError(f"the index cannot be written: {error}")
+                for ask in group:
+                    if not ask.done.done():
+                        ask.done.set_exception(failure)
+                again = [ask for ask in group if ask.then is not None]
+            else:
+                for ask in group:
+                    if ask.then is not None:
+                        ask.then()
+                    if not ask.done.done():
+                        ask.done.set_result(None)
+
+    def _next_group(self) -> tuple[list[_Ask], bool]:
+        """Whatever is queued, waiting for the first; and whether there is more to come."""
+        group: list[_Ask] = []
+        size = 0
+        ask = self._queue.get()
+        while ask is not None:
+            ask.done.set_running_or_notify_cancel()  # from here on nobody can cancel it
+            group.append(ask)
+            size += len(ask.changes)
+            if size >= _GROUP:
+                return group, True
+            try:
+                ask = self._queue.get_nowait()
+            except Empty:
+                return group, True
+        return group, False
+
+    def _write(self, group: list[_Ask]) -> None:
+        changes = [change for ask in group for change in ask.changes]
+        if not changes:
+            return
+        if any(change.table == SLOTS and change.value is not None for change in changes):
+            self._barrier()
+        with self._env.begin(write=True) as txn:
+            for table, key, value in changes:
+                if value is None:
+                    txn.delete(key, db=self._tables[table])
+                else:
+                    txn.put(key, value, db=self._tables[table])
+
+
+def _open_env(path: Path, map_size: int) -> Any:
+    env = lmdb.open(str(path), map_size=map_size, subdir=False, lock=False, max_dbs=len(TABLES), metasync=True, sync=True)
+    # Reading a page behind the end of the file would kill the process, so a cut file must be noticed before.
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    size = path.stat().st_size
+    if size < needed:
+        env.close()
+        raise EOFError(f"{size} bytes are left of {needed}")
+    return env

@@ -1,0 +1,194 @@
+"""One file cut into slots: a page of header, then the value, padded to pages. It bypasses the page cache where it can."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tiering.extents import PAGE, rounded
+
+_MAGIC = b"kvtslot1"
+_HEADER = struct.Struct("<8s32sQQ16s")  # magic, key, size, seq, xxh3_128 of the value; then xxh3_64 of all that
+_BOUNCE = 1 << 20
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Where a value lies, and what its bytes must be.
+
+    Attributes:
+        key: 32 bytes.
+        offset: Of its header in the slab.
+        size: Bytes of the value.
+        seq: Grows with every slot that is written: of two claims to the same place the larger is the later.
+        digest: xxh3_128 of the value.
+    """
+
+    key: bytes
+    offset: int
+    size: int
+    seq: int
+    digest: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes of the slab that it takes."""
+        return slot_length(self.size)
+
+    def header(self) -> bytes:
+        """The page in front of the value."""
+        head = _HEADER.pack(_MAGIC, self.key, self.size, self.seq, self.digest)
+        return (head + xxhash.xxh3_64_digest(head)).ljust(PAGE, b"\0")
+
+
+def slot_length(size: int) -> int:
+    """Bytes of the slab that a value of `size` bytes takes."""
+    return PAGE + rounded(size)
+
+
+class ShortRead(OSError):
+    """The file ends before the slot does."""
+
+
+class Slab:
+    """File I/O by slot. Every call blocks: run it on a mover thread.
+
+    O_DIRECT where the file system has it: 6 to 20 times less CPU, and no second copy of the values in the page cache.
+
+    Attributes:
+        direct: Whether O_DIRECT is in use.
+        size: Bytes.
+    """
+
+    def __init__(self, fd: int, size: int, *, direct: bool) -> None:
+        self.size = size
+        self.direct = direct
+        self._fd = fd
+        self._own = threading.local()  # each thread's bounce buffer
+
+    @classmethod
+    def open(cls, path: Path, size: int) -> Slab:
+        """Open or create the file, and give it this size. New space is a hole until it is written.
+
+        Raises:
+            OSError: It cannot be opened or sized.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        direct = True
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            direct = False
+            fd = os.open(path, flags, 0o600)
+        try:
+            if os.fstat(fd).st_size != size:
+                os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, size, direct=direct)
+
+    def write(self, placed: Placed, value: memoryview) -> None:
+        """Write header and value. On return the kernel has them; `sync` makes them durable.
+
+        A page-aligned value, such as one in an arena, is written from where it is; any other passes through a bounce buffer.
+
+        Raises:
+            OSError: ENOSPC, EIO, EFBIG.
+        """
+        scratch = self._scratch()
+        scratch[:PAGE] = placed.header()
+        value = value.cast("B")
+        if not self.direct or np.frombuffer(value, np.uint8).ctypes.data % PAGE == 0:
+            whole = value.nbytes // PAGE * PAGE
+            parts = [scratch[:PAGE], value[:whole]]
+            if whole < value.nbytes:
+                tail = scratch[PAGE : 2 * PAGE]
+                tail[: value.nbytes - whole] = value[whole:]
+                tail[value.nbytes - whole :] = bytes(PAGE - (value.nbytes - whole))
+                parts.append(tail)
+            self._write_all([part for part in parts if part.nbytes], placed.offset)
+            return
+        self._write_all([scratch[:PAGE]], placed.offset)
+        for start in range(0, value.nbytes, _BOUNCE):
+            piece = value[start : start + _BOUNCE]
+            padded = rounded(piece.nbytes)
+            scratch[: piece.nbytes] = piece
+            scratch[piece.nbytes : padded] = bytes(padded - piece.nbytes)
+            self._write_all([scratch[:padded]], placed.offset + PAGE + start)
+
+    def read(self, placed: Placed, into: memoryview) -> bool:
+        """Read a value, with the padding behind it, into a page-aligned buffer of whole pages. Returns whether its digest is right.
+
+        Raises:
+            ShortRead: The file was cut.
+            OSError: EIO and its kin.
+        """
+        self._read_all(into, placed.offset + PAGE)
+        return xxhash.xxh3_128_digest(into[: placed.size]) == placed.digest
+
+    def has_header(self, placed: Placed) -> bool:
+        """Whether the slot's header is the one that was written for this value."""
+        page = self._scratch()[:PAGE]
+        try:
+            self._read_all(page, placed.offset)
+        except OSError:
+            return False
+        return page == placed.header()
+
+    def zero(self, offset: int, nbytes: int) -> None:
+        """Write zeros over whole pages, so that the file system need not allocate them later.
+
+        Raises:
+            OSError: ENOSPC, EIO.
+        """
+        scratch = self._scratch()
+        scratch[:] = bytes(_BOUNCE)
+        for start in range(0, nbytes, _BOUNCE):
+            self._write_all([scratch[: min(_BOUNCE, nbytes - start)]], offset + start)
+
+    def sync(self) -> None:
+        """Make everything written so far durable.
+
+        Raises:
+            OSError: EIO: what was written since the last sync may be lost.
+        """
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+    def _scratch(self) -> memoryview:
+        view: memoryview | None = getattr(self._own, "view", None)
+        if view is None:
+            view = self._own.view = memoryview(mmap.mmap(-1, _BOUNCE))
+        return view
+
+    def _write_all(self, parts: list[memoryview], offset: int) -> None:
+        while parts:
+            written = os.pwritev(self._fd, parts, offset)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            offset += written
+            while parts and written >= parts[0].nbytes:
+                written -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][written:]
+
+    def _read_all(self, into: memoryview, offset: int) -> None:
+        while into.nbytes:
+            got = os.preadv(self._fd, [into], offset)
+            if not got:
+                raise ShortRead(errno.EIO, "the slab ends before the slot does")
+            offset += got
+            into = into[got:]
