@@ -1,0 +1,82 @@
+"""What is generated follows from the code, and is valid in its own language."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from kvstore.api import CALLS
+from kvstore.errors import KINDS, Conflict
+from kvstore.ids import Namespace
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = sorted((ROOT / "schema").glob("*.schema.json"))
+
+
+def read(path):
+    return msgspec.json.decode(path.read_bytes())
+
+
+def test_nothing_has_drifted_from_the_code():
+    done = subprocess.run([sys.executable, "scripts/gen-schema", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
+def test_every_schema_is_a_schema(path):
+    jsonschema.Draft202012Validator.check_schema(read(path))
+
+
+def test_schemas_say_what_the_code_says():
+    validator = {path.name.split(".")[0]: jsonschema.Draft202012Validator(read(path)) for path in SCHEMAS}
+    assert set(validator) == {"epoch", "format", "head", "manifest", "name", "namespace", "problem"}
+    assert validator["epoch"].is_valid({"v": 1, "epoch": 0})
+    assert not validator["epoch"].is_valid({"epoch": 0})
+    assert not validator["epoch"].is_valid({"v": 2, "epoch": 0})
+    fields = msgspec.json.decode(Namespace(model="m", revision="1", layers=1, kv_heads=1, head_dim=1).canonical_json())
+    assert validator["namespace"].is_valid(fields)
+    assert not validator["namespace"].is_valid({**fields, "more": 1})
+    assert not validator["namespace"].is_valid({key: value for key, value in fields.items() if key != "lora"})
+    assert validator["problem"].is_valid(msgspec.to_builtins(Conflict("moved", current=7).problem()))
+
+
+def openapi():
+    return msgspec.yaml.decode((ROOT / "schema" / "openapi.yaml").read_bytes())
+
+
+def test_openapi_is_valid():
+    OpenAPIV31SpecValidator(openapi()).validate()
+
+
+def test_openapi_has_every_call_and_every_parameter():
+    document = openapi()
+    for call in CALLS:
+        operation = document["paths"][call.path][call.method.lower()]
+        assert operation["operationId"] == call.name
+        asked = {parameter["name"] for parameter in operation.get("parameters", [])}
+        if "requestBody" in operation:
+            ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            asked |= set(document["components"]["schemas"][ref.rpartition("/")[2]]["properties"])
+        assert asked == {field.encode_name for field in msgspec.structs.fields(call.request)}
+        assert {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"} == set(re.findall(r"{(\w+)}", call.path))
+        assert str(call.status) in operation["responses"]
+
+
+def test_openapi_errors_are_problem_documents_for_every_status():
+    document = openapi()
+    assert set(document["components"]["responses"]) == {str(kind.http) for kind in KINDS.values()}
+    for status, response in document["components"]["responses"].items():
+        assert response["content"]["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
+        for kind in re.findall(r"(\w+)[,.]", response["description"].partition(":")[2]):
+            assert KINDS[kind].http == int(status)
+
+
+def test_the_errors_page_lists_every_kind_with_its_remedy():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    for kind, known in KINDS.items():
+        assert f"| `{kind}` | `{known.error.__name__}` | {known.http} | {known.exit} | {known.remedy} |" in page
