@@ -185,6 +185,12 @@ class Found(Answer, frozen=True, kw_only=True):
     tiers: list[str]
 
 
+class Taken(Answer, frozen=True, kw_only=True):
+    """Whether a block that was sent (`PUT /v1/blocks/...`) was kept. Not kept means dropped under load: never an error."""
+
+    taken: bool
+
+
 class Collected(Answer, frozen=True, kw_only=True):
     """What a collection did, or would do."""
 

@@ -1,0 +1,88 @@
+"""An event loop on a thread of its own, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+from kvstore.client.fork import Birth
+from kvstore.errors import Closed, Invalid
+
+R = TypeVar("R")
+_JOIN_S: Final = 5.0
+
+
+class Background:
+    """Runs coroutines for other threads. It stops with `close`, when nobody holds it any more, or when the interpreter exits."""
+
+    def __init__(self) -> None:
+        self._birth = Birth()
+        self._submitting = threading.Lock()  # so that nothing is handed to a loop that has stopped
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        # A daemon: the interpreter would otherwise wait for it at exit before it lets anybody stop it.
+        self._thread = threading.Thread(target=_work, args=(self._loop,), name="kvtier-client", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, _stop, self._birth, self._loop, self._thread)
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """The coroutine's outcome. An interrupt (Ctrl-C) cancels it.
+
+        Raises:
+            Closed: After `close`; kind `forked` in a child process.
+            Invalid: On the loop's own thread, which would wait for itself.
+        """
+        try:
+            self._birth.check()
+            if threading.current_thread() is self._thread:
+                raise Invalid("a SyncClient cannot be used on its own loop's thread: use the async Client there")  # noqa: TRY301
+            with self._submitting:
+                if self._closed:
+                    raise Closed("this client is closed")  # noqa: TRY301  the coroutine below is closed in every case
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except BaseException:
+            work.close()
+            raise
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise Closed("this client was closed meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, goodbye: Coroutine[Any, Any, None] | None = None) -> None:
+        """Run a last coroutine, cancel what else runs, and stop. Does nothing the second time, and in a forked child."""
+        if goodbye is not None:
+            with contextlib.suppress(Closed):
+                self.run(goodbye)
+        with self._submitting:
+            self._closed = True
+        self._stop()
+
+
+def _work(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def _stop(birth: Birth, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not birth.here:
+        return  # a forked child: the thread stayed in the parent
+    with contextlib.suppress(RuntimeError):  # it has stopped already
+        loop.call_soon_threadsafe(loop.stop)
+    if threading.current_thread() is not thread:
+        thread.join(_JOIN_S)
