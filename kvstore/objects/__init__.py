@@ -1,8 +1,12 @@
 """Object stores: the contract, its backends, and the few things built directly on it.
 
-The names here need nothing but the base install. Backends with dependencies are imported by module, by whoever opens them:
-`kvstore.objects.s3` (obstore), `kvstore.objects.admin` (aiobotocore), `kvstore.objects.seaweed` (a SeaweedFS binary).
+These names need nothing but the base install, except `S3Store`, which brings obstore in when it is first asked for. Bucket
+administration (`kvstore.objects.admin`, aiobotocore) and the embedded server (`kvstore.objects.seaweed`) are imported by module.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from kvstore.objects.base import (
     ABSENT,
@@ -28,8 +32,11 @@ from kvstore.objects.faults import Crash, Fault, Faults, RequestLog
 from kvstore.objects.memory import MemoryStore
 from kvstore.objects.probe import Guarantees, probe
 from kvstore.objects.register import Reading, Register
-from kvstore.objects.retry import Retrying, RetrySettings
+from kvstore.objects.retry import RetryingStore, RetrySettings
 from kvstore.objects.settings import S3Settings
+
+if TYPE_CHECKING:
+    from kvstore.objects.s3 import S3Store as S3Store
 
 __all__ = [
     "ABSENT",
@@ -55,11 +62,20 @@ __all__ = [
     "Register",
     "RequestLog",
     "RetrySettings",
-    "Retrying",
+    "RetryingStore",
     "S3Settings",
+    "S3Store",
     "Stored",
     "Unchanged",
     "Update",
     "check_key",
     "probe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "S3Store":
+        from kvstore.objects.s3 import S3Store  # noqa: PLC0415  obstore only where a bucket is used
+
+        return S3Store
+    raise AttributeError(name)

@@ -67,7 +67,7 @@ class RetryBudget:
         return True
 
 
-class Retrying:
+class RetryingStore:
     """A store that tries again where that is safe. See :class:`kvstore.objects.base.ObjectStore`.
 
     Args:

@@ -2,7 +2,7 @@
 
 Registers and small objects go through obstore, whose threads leave the interpreter alone; objects from 1 MiB on go through sockets
 of our own, as do listings and batch deletions. Nothing is ever sent again behind the caller's back: retries have one place,
-:class:`kvstore.objects.retry.Retrying`, where they are budgeted.
+:class:`kvstore.objects.retry.RetryingStore`, where they are budgeted.
 """
 
 from __future__ import annotations
