@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from kvstore import api, codec
+from kvstore.clock import RandomIds
 from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
 from kvstore.errors import Gone, Invalid, NotFound, Overloaded, Unavailable
 from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
@@ -136,12 +137,12 @@ class SessionCache:
     def _restore(self, session_id: str, prompt: np.ndarray | None, version: int | None, deadline_ms: int) -> Restored:
         begun = self._kv.restore(  # answers at once; it stages what the loop of `_deliver` then takes window by window
             session_id,
-            namespace=self.namespace.id,
+            namespace=self.namespace,
             version=version,
-            tokens=[] if prompt is None else prompt.tolist(),
+            tokens=() if prompt is None else prompt.tolist(),
             deadline_ms=deadline_ms,
         )
-        found = self._kv.manifest(session_id, namespace=self.namespace.id, version=version or 0)
+        found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
         self._remember(session_id, found.version)
         links = found.blocks
         if prompt is not None:  # of the first block that differs, too, the beginning may be common
@@ -248,16 +249,22 @@ class SessionCache:
         taken = self._publish(links, tokens, past_key_values)
         if not taken:
             raise Overloaded("the node took none of the blocks: it is under load")
-        receipt = self._kv.commit(
-            session_id,
-            namespace=self.namespace,
-            base_version=self._versions.get(session_id, 0) if base_version is None else base_version,
-            blocks=links[:taken],
-            shards=(str(self._shard),),
-            ttl_s=ttl_s,
-            labels=labels or {},
-            durability=durability,
-        )
+        settings: dict[str, Any] = {
+            "namespace": self.namespace,
+            "base_version": self._versions.get(session_id, 0) if base_version is None else base_version,
+            "blocks": links[:taken],
+            "shards": (self._shard,),
+            "ttl_s": ttl_s,
+            "labels": labels or {},
+            "durability": durability,
+            "write_id": RandomIds().new(),
+        }
+        try:
+            receipt = self._kv.commit(session_id, **settings)
+        except Unavailable as error:
+            if error.kind != "outcome_unknown":
+                raise
+            receipt = self._kv.commit(session_id, **settings)  # it may have landed: then this, by its write id, is the same commit
         self._remember(session_id, receipt.version)
         return receipt if taken == len(links) else msgspec.structs.replace(receipt, cut=True)
 
@@ -285,13 +292,13 @@ class SessionCache:
 
     def fork(self, session_id: str, as_: str, *, version: int = 0) -> api.Session:
         """A second session that begins as this one's version (0: the current one); no KV moves."""
-        session = self._kv.fork(session_id, namespace=self.namespace.id, as_=as_, version=version)
+        session = self._kv.fork(session_id, namespace=self.namespace, as_=as_, version=version)
         self._remember(as_, session.version)
         return session
 
     def rewind(self, session_id: str, *, version: int | None = None, tokens: int | None = None) -> api.Session:
         """Back to an earlier version, or to fewer tokens (floored to a block boundary); the answer says how many it now has."""
-        session = self._kv.rewind(session_id, namespace=self.namespace.id, version=version, tokens=tokens)
+        session = self._kv.rewind(session_id, namespace=self.namespace, version=version, tokens=tokens)
         self._remember(session_id, session.version)
         return session
 
@@ -304,8 +311,8 @@ class SessionCache:
         """Length of the leading run of blocks that are somewhere."""
         if not links:
             return 0
-        shards = (str(self._shard),)
-        return self._kv.lookup(namespace=self.namespace.id, prefix_ids=[link.prefix_id for link in links], shards=shards).run
+        names = [link.prefix_id for link in links]
+        return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=(self._shard,)).run
 
     def _remember(self, session_id: str, version: int) -> None:
         self._versions[session_id] = version

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from kvstore import api, codec
 from kvstore.blocks import BlockLease, Blocks
-from kvstore.errors import Conflict, NotFound
+from kvstore.errors import Conflict, NotFound, Unavailable
 from kvstore.ids import BlockName
 
 SHARD = "t0of1.p0of1.g0"
+
+
+def ident(namespace):
+    return getattr(namespace, "id", namespace)
 
 
 class FakeClient:
@@ -17,6 +21,8 @@ class FakeClient:
         self.puts = []  # links offered, in order
         self.leased = 0
         self.refuse_puts = 0  # so many offers are not taken
+        self.receipts = {}  # by write id
+        self.lost_answers = 0  # so many commits land, and nobody hears of it
         self.down = None  # an error that every call raises
         self.dies_while_read = False
 
@@ -25,7 +31,7 @@ class FakeClient:
             raise self.down
 
     def _versions(self, session, namespace):
-        found = self.sessions.get((session, namespace))
+        found = self.sessions.get((session, ident(namespace)))
         if found is None:
             raise NotFound(f"session {session!r}")
         return found
@@ -40,7 +46,7 @@ class FakeClient:
         links = versions[version - 1 if version else -1]
         return api.SessionManifest(
             id=session,
-            namespace=namespace,
+            namespace=ident(namespace),
             lane="main",
             version=version or len(versions),
             tokens=sum(link.tokens for link in links),
@@ -52,7 +58,7 @@ class FakeClient:
     def lookup(self, *, namespace, prefix_ids, shards):
         self._up()
         run = 0
-        while run < len(prefix_ids) and (namespace, prefix_ids[run]) in self.blocks:
+        while run < len(prefix_ids) and (ident(namespace), prefix_ids[run]) in self.blocks:
             run += 1
         return api.Found(run=run, tiers=["dram"] * run)
 
@@ -88,13 +94,15 @@ class FakeClient:
             taken.append(True)
         return taken
 
-    def commit(self, session, *, namespace, base_version, blocks, shards, ttl_s=None, labels=None, durability=None):
+    def commit(self, session, *, namespace, base_version, blocks, shards, ttl_s, labels, durability, write_id):
         self._up()
+        if write_id in self.receipts:
+            return self._answer(self.receipts[write_id])
         versions = self.sessions.setdefault((session, namespace.id), [])
         if len(versions) != base_version:
             raise Conflict(f"session {session!r} is at version {len(versions)}", current=len(versions))
         versions.append(list(blocks))
-        return api.Receipt(
+        receipt = self.receipts[write_id] = api.Receipt(
             id=session,
             namespace=namespace.id,
             lane="main",
@@ -103,16 +111,25 @@ class FakeClient:
             blocks=len(blocks),
             durability=durability or "dram",
         )
+        return self._answer(receipt)
+
+    def _answer(self, receipt):
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise Unavailable("commit: the node did not answer", kind="outcome_unknown")
+        return receipt
 
     def _state(self, session, namespace):
         versions = self._versions(session, namespace)
         links = versions[-1]
         tokens = sum(link.tokens for link in links)
-        return api.Session(id=session, namespace=namespace, lane="main", version=len(versions), tokens=tokens, blocks=len(links))
+        return api.Session(
+            id=session, namespace=ident(namespace), lane="main", version=len(versions), tokens=tokens, blocks=len(links)
+        )
 
     def fork(self, session, *, namespace, as_, version=0):
         versions = self._versions(session, namespace)
-        self.sessions[as_, namespace] = [versions[version - 1 if version else -1]]
+        self.sessions[as_, ident(namespace)] = [versions[version - 1 if version else -1]]
         return self._state(as_, namespace)
 
     def rewind(self, session, *, namespace, version=None, tokens=None):

@@ -296,6 +296,15 @@ def test_a_node_that_takes_no_more_commits_the_beginning(model, kv, sessions, pr
         sessions.commit("other", prompt(80)[:, 5:], prefill(model, prompt(80)[:, 5:]))
 
 
+def test_a_commit_whose_answer_is_lost_lands_once(model, kv, sessions, prompt, prefill):
+    kv.lost_answers = 1
+    assert sessions.commit("s", prompt(40), prefill(model, prompt(40))).version == 1
+    kv.lost_answers = 2
+    with pytest.raises(Unavailable, match="did not answer"):
+        sessions.commit("s", prompt(50), prefill(model, prompt(50)))
+    assert len(kv.sessions["s", sessions.namespace.id]) == 2
+
+
 def test_wrong_calls_are_refused(torch, model, sessions, prompt, prefill):
     cache = prefill(model, prompt(20))
     with pytest.raises(Invalid, match="holds 20 tokens, and input_ids only 19"):
