@@ -95,7 +95,8 @@ def size(count: float) -> str:
 
 def span(seconds: float) -> str:
     """A duration in its two largest units."""
-    left, parts = int(abs(seconds)), []
+    left = int(abs(seconds))
+    parts: list[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if left >= length or (unit == "s" and not parts):
             parts.append(f"{left // length} {unit}")
