@@ -1,0 +1,65 @@
+"""The protocol with one rule broken, once for each rule. Each has to be caught, or the model does not check that rule."""
+
+import msgspec
+
+from protocol_model.rules import Rules
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    """A broken rule, the scenario that has to catch it, and what it says when it does."""
+
+    scenario: str
+    rule: str
+    broken: str
+    rules: Rules
+    caught_by: str = "a DELETE on its way may remove"
+
+
+MUTANTS: dict[str, Mutant] = {
+    "window_2": Mutant("base", "R1", "an added block may be two epochs old", Rules(window=2)),
+    "any_age": Mutant("base", "R1", "an added block may be of any age", Rules(window=99)),
+    "no_generation": Mutant("base", "R1", "the key does not hold the generation", Rules(keys_carry_generation=False)),
+    "old_manifest": Mutant("manifests", "R1", "a manifest may carry an older epoch", Rules(manifest_carries_own_epoch=False)),
+    "epoch_first": Mutant("base", "R2", "the epoch is read before the head", Rules(epoch_after_head=False)),
+    "keep_epoch": Mutant("base", "R2", "after a 412 the old epoch is used on", Rules(epoch_again_after_412=False)),
+    "commit_on_sealed": Mutant("base", "R3", "opening is combined with adding", Rules(opens_before_adding=False)),
+    "create_full": Mutant("create", "R3", "creating is combined with adding", Rules(creates_empty=False)),
+    "no_seal": Mutant("base", "R4", "a collector only reads heads", Rules(seals=False)),
+    "late_epoch": Mutant("base", "R4", "a collector reads the epoch after it seals", Rules(epoch_before_seals=False)),
+    "early_sweep": Mutant("families", "R4", "deletes before every head is sealed", Rules(seals_every_head_first=False)),
+    "unread_manifests": Mutant("manifests", "R4", "deletes before every manifest is read", Rules(reads_every_manifest_first=False)),
+    "keep_1": Mutant("base", "R4", "deletes generations up to E-1", Rules(keep=1)),
+    "history_unmarked": Mutant("history", "R4", "history entries are not marked", Rules(marks_history=False)),
+    "skip_404": Mutant("manifests", "R5", "a missing manifest is passed over", Rules(reads_head_again_after_404=False)),
+    "cross_fork": Mutant("families", "R6", "a fork names another family's objects", Rules(names_stay_in_family=False)),
+    "copy_names_source": Mutant(
+        "copies", "R6", "a copy is made beside the source, in its generation", Rules(copies_into_own_epoch=False)
+    ),
+    "copy_unchecked": Mutant("copies", "R6", "a COPY's 404 is not noticed", Rules(checks_copy=False), "which nobody wrote"),
+    "reuse_family": Mutant("reap", "R7", "a family id is used again", Rules(family_ids_once=False)),
+    "reuse_branch": Mutant("names", "R7", "a branch id is used again", Rules(branch_ids_once=False), "a stale"),
+    "delete_name": Mutant("names", "R7", "a name is deleted with its session", Rules(name_stays=False), "not reachable"),
+    "repeated_body": Mutant("base", "R8", "a body may repeat, so an ETag may", Rules(bodies_never_repeat=False)),
+    "report_failed": Mutant("lost", "R8", "a lost answer is called a failure", Rules(lost_is_unknown=False), "reported failed"),
+    "no_id_check": Mutant("lost", "R8", "a retry does not look for its id", Rules(looks_for_its_id=False), "took effect twice"),
+    "no_ring_check": Mutant(
+        "ring", "R8", "an id that may have left the ring is retried", Rules(distrusts_full_ring=False), "took effect twice"
+    ),
+    "seals_uncounted": Mutant(
+        "ring", "R8", "a seal does not count as a swap", Rules(seals_count_as_swaps=False), "took effect twice"
+    ),
+    "epoch_restored": Mutant("base", "R9", "the epoch goes back, as from a backup", Rules(epoch_only_grows=False)),
+    "grow": Mutant("history", "R10", "a swap that is no commit makes a branch longer", Rules(only_commits_grow=False)),
+    "name_first": Mutant(
+        "names", "create", "the name is written before the branch", Rules(branch_before_name=False), "not reachable"
+    ),
+    "blind_expire": Mutant(
+        "ttl", "expire", "expiry does not name the head it judged", Rules(expires_what_it_judged=False), "was expired"
+    ),
+    "reap_live": Mutant(
+        "reap", "collect", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "in use and a DELETE"
+    ),
+    "reap_unnamed": Mutant(
+        "names", "collect", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "was deleted"
+    ),
+}
