@@ -1,88 +1,14 @@
-"""The entry point: which commands exist, and how an error becomes a message and an exit status.
-
-Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 unavailable (:data:`kvstore.errors.KINDS`).
-"""
+"""What the installed command `kvtier` runs."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from importlib import metadata
-from typing import Annotated, Any, Final
-
-import typer
-from typer.core import TyperCommand, TyperGroup
-
-from kvstore.errors import KINDS, KVTierError
-
-# Help must not wait for what the commands import, so their names and first lines stand here.
-COMMANDS: Final = {
-    "up": ("up", "One machine, everything: an embedded S3 store unless you name one, and a node."),
-    "serve": ("serve", "Run a node with the configuration of this machine."),
-    "doctor": ("doctor", "Check the store's guarantees, disk, memory, clock and credentials, and say what to do."),
-    "sessions": ("sessions", "Look at sessions and change their lives: ls, create, show, restore, fork, rewind, ..."),
-    "namespaces": ("namespaces", "What is stored for which model."),
-    "collect": ("collect", "Delete from the bucket what no session names any more."),
-    "fsck": ("fsck", "Check the bucket itself, without a node, and repair what may be repaired."),
-    "stats": ("stats", "Tiers, queues and requests of a node."),
-    "config": ("config", "The configuration in force, and where each value came from."),
-}
-
-
-class _Deferred(TyperCommand):
-    """Stands in the help for a command whose module is not imported yet."""
-
-    def __init__(self, name: str, module: str, about: str) -> None:
-        super().__init__(name=name, help=about)
-        self._module = f"kvstore.cli.{module}"
-
-    def load(self) -> Any:
-        """The real command."""
-        return typer.main.get_command(importlib.import_module(self._module).app)
-
-
-class _Commands(TyperGroup):
-    """Imports a command's module when it is called, and turns kvtier's errors into exit statuses."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name, (module, about) in COMMANDS.items():
-            self.add_command(_Deferred(name, module, about))
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command.load() if isinstance(command, _Deferred) else command, rest
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KVTierError as error:
-            report(error)
-            raise typer.Exit(KINDS[error.kind].exit) from None
-
-
-def report(error: KVTierError) -> None:
-    """One line that says what is wrong and one that says what to do, on stderr."""
-    typer.secho(f"error: {error.message}", fg="red", err=True)
-    typer.echo(f"  {error.remedy}", err=True)
-
-
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvtier {metadata.version('kvtier')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _kvtier(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    """A persistent tier for the KV cache of LLM inference: DRAM and NVMe in front of an S3 bucket."""
 
 
 def main() -> None:
-    """What the installed command runs."""
+    """The command line; says what is missing where only the base package is installed."""
+    try:
+        from kvstore.cli.commands import app  # noqa: PLC0415  typer and rich come with an extra
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: the command needs {error.name}\n  pip install 'kvtier[node]'")
     sys.exit(app())

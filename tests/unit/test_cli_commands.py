@@ -9,14 +9,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvstore.cli import config, main
+from kvstore.cli import commands, config
 from kvstore.errors import KINDS
 
 run = CliRunner().invoke
 
 
 def test_every_command_of_the_help_can_be_loaded():
-    for name, (module, about) in main.COMMANDS.items():
+    for name, (module, about) in commands.COMMANDS.items():
         command = typer.main.get_command(import_module(f"kvstore.cli.{module}").app)
         assert command.help, name
         assert about.endswith((".", "...")), name
@@ -25,7 +25,7 @@ def test_every_command_of_the_help_can_be_loaded():
 def test_help_names_every_command_and_imports_none_of_them():
     code = (
         "import sys; sys.argv = ['kvtier', '--help']\n"
-        "from kvstore.cli.main import app\n"
+        "from kvstore.cli.commands import app\n"
         "try: app()\n"
         "except SystemExit as end: assert end.code == 0\n"
         "heavy = {'numpy', 'aiohttp', 'obstore', 'aiobotocore', 'torch', 'lmdb', 'kvstore.client'} & set(sys.modules)\n"
@@ -33,17 +33,17 @@ def test_help_names_every_command_and_imports_none_of_them():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in main.COMMANDS)
+    assert all(name in done.stdout for name in commands.COMMANDS)
 
 
 def test_version():
-    result = run(main.app, ["--version"])
+    result = run(commands.app, ["--version"])
     assert result.exit_code == 0
     assert result.output.startswith("kvtier 0.")
 
 
 def test_an_unknown_command_is_wrong_usage_and_names_the_near_one():
-    result = run(main.app, ["sesions"])
+    result = run(commands.app, ["sesions"])
     assert result.exit_code == 2
     assert "Did you mean 'sessions'" in result.output
 
@@ -54,7 +54,7 @@ def test_each_kind_of_error_prints_its_remedy_and_ends_with_its_exit_status(kind
         raise KINDS[kind].error("the thing is wrong", kind=kind)
 
     monkeypatch.setattr(config, "load", fail)
-    result = run(main.app, ["config", "show"])
+    result = run(commands.app, ["config", "show"])
     assert result.exit_code == KINDS[kind].exit
     assert result.exit_code in {1, 2, 3, 4}
     assert result.stderr == f"error: the thing is wrong\n  {KINDS[kind].remedy}\n"
@@ -63,7 +63,7 @@ def test_each_kind_of_error_prints_its_remedy_and_ends_with_its_exit_status(kind
 
 def test_a_defect_is_not_dressed_up(monkeypatch):
     monkeypatch.setattr(config, "load", lambda **_: 1 / 0)
-    assert isinstance(run(main.app, ["config", "show"]).exception, ZeroDivisionError)
+    assert isinstance(run(commands.app, ["config", "show"]).exception, ZeroDivisionError)
 
 
 def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
@@ -71,14 +71,14 @@ def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     file = tmp_path / "kvtier.toml"
     file.write_text('[dram]\nsize = "2GiB"\n[nvme]\nsize = "4GiB"\n[tenants.acme]\nuids = [1000]\n')
     asked = ["config", "show", "--config", str(file), "--set", "node.id=n1"]
-    lines = [json.loads(line) for line in run(main.app, [*asked, "--format", "json"]).stdout.splitlines()]
+    lines = [json.loads(line) for line in run(commands.app, [*asked, "--format", "json"]).stdout.splitlines()]
     assert all(set(line) == {"name", "value", "origin"} for line in lines)
     found = {line["name"]: (line["value"], line["origin"]) for line in lines}
     assert found["dram.size"] == (str(2 << 30), str(file))
     assert found["nvme.size"] == (str(16 << 30), "KVTIER_NVME_SIZE")
     assert found["node.id"] == ("n1", "flag")
     assert found["dram.window"] == (str(64 << 20), "default")
-    table = run(main.app, asked).stdout
+    table = run(commands.app, asked).stdout
     assert "2.0 GiB" in table
     assert "tenant acme: local users 1000" in table
 
@@ -94,7 +94,7 @@ def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     ],
 )
 def test_config_that_is_wrong_is_refused_with_the_reason(arguments, code, says):
-    result = run(main.app, ["config", "show", *arguments])
+    result = run(commands.app, ["config", "show", *arguments])
     assert result.exit_code == code
     assert says in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output

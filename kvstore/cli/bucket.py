@@ -1,0 +1,116 @@
+"""What a node needs of its bucket, and whether it is there: credentials, guarantees, clock, versioning, the root itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from kvstore.cli.machine import Finding
+from kvstore.clock import RandomIds, SystemClock
+from kvstore.config import Settings, StorageUrl
+from kvstore.errors import Denied, KVTierError
+from kvstore.keys import Keys
+from kvstore.node import s3_settings
+from kvstore.objects import ABSENT, ObjectStore, S3Settings, S3Store, probe
+from kvstore.objects.admin import BucketAdmin
+from kvstore.objects.credential_chain import chain
+from kvstore.objects.credentials import Credentials
+
+_SKEW_WARN_S: Final = 60.0
+_SKEW_FAIL_S: Final = 300.0  # stores refuse signatures from 900 s on
+
+
+async def examine(settings: Settings) -> AsyncIterator[Finding]:
+    """Everything that can be known about the bucket. Stops at the first thing that makes the next ones pointless."""
+    if not settings.store.url:
+        yield Finding(
+            name="store",
+            status="warn",
+            detail="store.url is not set: stage 1, local tiers only, no sessions",
+            remedy="set store.url, or run `kvtier up`, which brings a store of its own",
+        )
+        return
+    url = StorageUrl.parse(settings.store.url)
+    if url.scheme != "s3":
+        yield Finding(name="store", status="warn", detail=f"{settings.store.url} is for tests", remedy="use an s3:// URL")
+        return
+    where = s3_settings(url, settings.store)
+    try:
+        credentials = await asyncio.to_thread(chain(where.region, instance_metadata=where.instance_metadata))
+    except Denied as error:
+        yield _failed("credentials", error)
+        return
+    yield _credentials(credentials)
+    async with S3Store.open(where) as store:
+        async for finding in _store(store, Keys(url.path)):
+            yield finding
+    yield await _versioning(where, credentials)
+
+
+def _credentials(found: Credentials) -> Finding:
+    shown = f"{found.access_key[:4]}...{found.access_key[-4:]}" if len(found.access_key) > 8 else "a short key"
+    kind = "temporary" if found.token else "permanent"
+    return Finding(name="credentials", status="ok", detail=f"{kind}: {shown}")
+
+
+async def _store(store: ObjectStore, keys: Keys) -> AsyncIterator[Finding]:
+    clock, ids = SystemClock(), RandomIds()
+    try:
+        found = await probe(store, keys.probe(ids.new()), clock, ids)
+    except KVTierError as error:
+        yield _failed("guarantees", error)
+        return
+    yield Finding(
+        name="guarantees", status="ok", detail="conditional writes, strong reads and lists hold; one of several writers wins"
+    )
+    skew = abs(found.clock_skew_s)
+    yield Finding(
+        name="clock",
+        status="ok" if skew < _SKEW_WARN_S else "warn" if skew < _SKEW_FAIL_S else "fail",
+        detail=f"{skew:.0f} s from the store's",
+        remedy="" if skew < _SKEW_WARN_S else "set this host's clock (NTP): stores refuse requests signed 15 minutes off",
+    )
+    if not found.conditional_get:
+        yield Finding(
+            name="conditional reads",
+            status="warn",
+            detail="an unchanged object is sent again",
+            remedy="none needed: resuming a session costs a few kilobytes more",
+        )
+    yield await _root(store, keys)
+
+
+async def _root(store: ObjectStore, keys: Keys) -> Finding:
+    """Whether the prefix is empty, one of ours, or damaged."""
+    try:
+        there = [await store.head(key) is not ABSENT for key in (keys.format, keys.epoch)]
+    except KVTierError as error:
+        return _failed("root", error)
+    if all(there):
+        return Finding(name="root", status="ok", detail=f"{keys.root or 'the whole bucket'} holds sessions of kvtier")
+    if not any(there):
+        return Finding(name="root", status="ok", detail=f"{keys.root or 'the whole bucket'} is new; the first node initialises it")
+    return Finding(
+        name="root",
+        status="fail",
+        detail=f"{keys.format if there[1] else keys.epoch} is missing",
+        remedy="restore the whole prefix to one point in time, or use an empty one; never bring back an older `epoch` alone",
+    )
+
+
+async def _versioning(where: S3Settings, credentials: Credentials) -> Finding:
+    async with BucketAdmin.open(where, credentials) as admin:
+        state = await admin.versioning()
+    if state == "Enabled":
+        return Finding(
+            name="versioning",
+            status="warn",
+            detail=f"bucket {where.bucket} keeps old versions of registers and deleted blocks",
+            remedy="switch it off, or expire noncurrent versions by a lifecycle rule: they cost money until then",
+        )
+    return Finding(name="versioning", status="ok", detail=state or "the store does not say")
+
+
+def _failed(name: str, error: KVTierError) -> Finding:
+    return Finding(name=name, status="fail", detail=f"{error.kind}: {error.message}", remedy=error.remedy)

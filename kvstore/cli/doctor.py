@@ -1,0 +1,66 @@
+"""`kvtier doctor`: is this machine, and this bucket, fit for a node? And what to do where they are not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from kvstore.cli import bucket, machine, output
+from kvstore.cli.config import ConfigOption, SetOption, read
+from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.machine import Finding
+from kvstore.cli.output import Format, FormatOption
+from kvstore.config import Settings
+from kvstore.errors import EXIT_FAILED
+
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    data: DataOption = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """Check the store's guarantees, disk, memory, clock and credentials, and say what to do.
+
+    Writes two small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
+    """
+    failed = asyncio.run(_examine(read(config, settings).settings, data_folder(data), form))
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _examine(settings: Settings, folder: Path, form: Format) -> int:
+    """Prints each finding as it comes; how many failed."""
+    failed = 0
+    async with beside(settings, folder) as found:
+        async for finding in _all(found):
+            failed += finding.status == "fail"
+            if form is Format.json:
+                output.print_json(finding)
+            else:
+                _print(finding)
+    return failed
+
+
+async def _all(settings: Settings) -> AsyncIterator[Finding]:
+    for finding in machine.examine(settings):
+        yield finding
+    async for finding in bucket.examine(settings):
+        yield finding
+
+
+def _print(finding: Finding) -> None:
+    line = Text.assemble((f"{finding.status:<5}", _STYLE[finding.status]), (f"{finding.name:<18}", "bold"), finding.detail)
+    screen = output.screen()
+    screen.print(line)
+    if finding.remedy and finding.status != "ok":
+        screen.print(Text(f"{'':<5}{'':<18}→ {finding.remedy}"))
