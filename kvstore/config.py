@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args, get_type_hints
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
@@ -326,6 +326,15 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
             raise Invalid("storage URL port must be 0 to 65535") from None
         url = cls(scheme=parts.scheme, host=parts.hostname or "", port=port, path=unquote(parts.path), **fields)
         return url._checked(parts.netloc)
+
+    def store_url(self) -> str:
+        """This bucket as `[store] url` says it: without what describes a node."""
+        keys = ("endpoint", "region", "addressing", "ca_bundle")
+        query = {key: getattr(self, key) for key in keys if getattr(self, key)} | (
+            {"allow_http": "true"} if self.allow_http else {}
+        )
+        path = f"/{self.path}" if self.path else ""
+        return f"{self.scheme}://{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
 
     def _checked(self, netloc: str) -> StorageUrl:
         if "@" in self.endpoint:

@@ -1,0 +1,201 @@
+"""A node: the one place that wires the parts together, and that opens and closes them in order."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from kvstore.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.config import Settings, StorageUrl, StoreSettings
+from kvstore.errors import Invalid
+from kvstore.keys import Keys
+from kvstore.objects import MemoryStore, ObjectStore, RetryingStore, S3Settings, S3Store, probe
+from kvstore.objects.counting import CountingStore
+from kvstore.repo import Repo, RepoSettings
+from kvstore.service.bucket import Bucket
+from kvstore.service.calls import Service
+from kvstore.service.commits import Commits
+from kvstore.service.local import LocalCommits
+from kvstore.service.plane import Plane, TenantTiers
+from kvstore.service.registry import Registry
+from kvstore.service.supervisor import Supervisor
+from tiering import DiskTier, DramTier, Movers, PathInUse, Stack, StackSettings
+
+DEFAULT_TENANT = "default"
+
+
+class Node:
+    """Everything one process holds. Open it with `Node.open`; faces use `service`.
+
+    Attributes:
+        settings: What it was told.
+        service: Its calls and its data plane.
+    """
+
+    def __init__(self, settings: Settings, service: Service) -> None:
+        self.settings, self.service = settings, service
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, settings: Settings, *, clock: Clock | None = None, ids: Ids | None = None, store: ObjectStore | None = None
+    ) -> AsyncIterator[Node]:
+        """A running node, drained and closed at the end of the block.
+
+        Args:
+            settings: Everything else.
+            clock: Time; the system's by default.
+            ids: Names; random by default.
+            store: Instead of the one that `settings.store.url` names.
+
+        Raises:
+            Invalid: Settings contradict each other.
+            Unsupported: The store is unsafe, or its root has an unknown format.
+            Denied: The store refuses the credentials.
+        """
+        clock, ids = clock or SystemClock(), ids or RandomIds()
+        node_id = settings.node.id or socket.gethostname()
+        degraded: dict[str, str] = {"starting": "tiers are being opened"}
+        async with AsyncExitStack() as lifetime:
+            movers = await lifetime.enter_async_context(Movers.open())
+            counters: list[CountingStore] = []
+            connect = None
+            if settings.store.url or store is not None:
+                connect = partial(_repository, settings, movers, clock, ids, counters, store)
+            bucket = Bucket(connect, counters, degraded, clock, ids)
+            lifetime.push_async_callback(bucket.aclose)
+            await bucket.open()
+            disk = await lifetime.enter_async_context(_disk(settings, movers)) if settings.nvme.path else None
+            tiers = await _tenants(settings, bucket, disk, movers, clock, lifetime)
+            registry = Registry(bucket)
+            plane = Plane(tiers, registry, bucket if bucket.configured else None, clock, movers)
+            local = LocalCommits(plane, registry, bucket, disk)
+            commits = Commits(local, disk.journal if disk is not None else None, clock, ids)
+            lifetime.push_async_callback(commits.drain, float(settings.limits.drain))
+            service = Service(
+                node_id=node_id,
+                version=version("kvtier"),
+                settings=settings,
+                clock=clock,
+                bucket=bucket,
+                registry=registry,
+                plane=plane,
+                commits=commits,
+                ids=ids,
+                degraded=degraded,
+            )
+            lifetime.push_async_callback(service.aclose)
+            background = Supervisor(clock, ids)
+            lifetime.push_async_callback(background.aclose)
+            background.run("bucket", bucket.watch)
+            background.run("replay", partial(_replay, commits, degraded))
+            if settings.lifecycle.collect_interval and bucket.configured:
+                background.run("collect", partial(_collect, bucket, clock, settings.lifecycle.collect_interval))
+            yield cls(settings, service)
+
+
+@asynccontextmanager
+async def open_store(url: StorageUrl, settings: StoreSettings, clock: Clock) -> AsyncIterator[ObjectStore]:
+    """The bare store a URL names."""
+    if url.scheme == "memory":
+        yield MemoryStore.named(url.host, clock)
+        return
+    async with S3Store.open(s3_settings(url, settings), clock=clock) as store:
+        yield store
+
+
+def s3_settings(url: StorageUrl, settings: StoreSettings) -> S3Settings:
+    """Where the bucket of an `s3://` URL is. A custom endpoint is addressed by path, AWS by host, unless the URL says so."""
+    return S3Settings(
+        bucket=url.host,
+        endpoint=url.endpoint,
+        region=url.region or "us-east-1",
+        addressing=url.addressing or ("path" if url.endpoint else "virtual"),
+        ca_bundle=url.ca_bundle,
+        allow_http=url.allow_http,
+        instance_metadata=settings.instance_metadata,
+        timeout_s=float(settings.timeout),
+        max_inflight_bytes=int(settings.inflight),
+    )
+
+
+@asynccontextmanager
+async def _repository(
+    settings: Settings, movers: Movers, clock: Clock, ids: Ids, counters: list[CountingStore], store: ObjectStore | None
+) -> AsyncIterator[Repo]:
+    """Probe the store, then open the root in it."""
+    async with AsyncExitStack() as lifetime:
+        root = ""
+        if store is None:
+            url = StorageUrl.parse(settings.store.url)
+            root = url.path
+            store = await lifetime.enter_async_context(open_store(url, settings.store, clock))
+        counter = CountingStore(store)
+        counters.append(counter)
+        keys = Keys(root)
+        guarantees = await probe(counter, keys.probe(ids.new()), clock, ids)
+        repo = await lifetime.enter_async_context(
+            Repo.open(
+                RetryingStore(counter, clock, ids),
+                keys,
+                RepoSettings(
+                    history=settings.lifecycle.history,
+                    session_ttl=int(settings.lifecycle.session_ttl),
+                    sliding=settings.lifecycle.sliding,
+                    anonymous_ttl=int(settings.lifecycle.anonymous_ttl),
+                    codec=settings.store.codec,
+                    inflight=int(settings.store.inflight),
+                ),
+                clock=clock,
+                ids=ids,
+                run=movers.run,
+                guarantees=guarantees,
+            )
+        )
+        yield repo
+
+
+@asynccontextmanager
+async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
+    path = Path(settings.nvme.path).expanduser()
+    try:
+        async with DiskTier.open(path, int(settings.nvme.size), movers) as disk:
+            yield disk
+    except (PathInUse, OSError) as error:
+        raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error
+
+
+async def _tenants(
+    settings: Settings, bucket: Bucket, disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
+) -> dict[str, TenantTiers]:
+    """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and the bucket are common."""
+    uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
+    share = int(settings.dram.size) // len(uids)
+    bounds = StackSettings(behind_bytes=int(settings.limits.write_behind), drain_s=float(settings.limits.drain))
+    tiers = {}
+    for name, allowed in uids.items():
+        dram = await lifetime.enter_async_context(DramTier.open("dram", share, movers))
+        origins = [bucket] if bucket.configured else []
+        stack = await lifetime.enter_async_context(Stack.open(dram, disk, origins, bounds, monotonic=clock.monotonic))
+        tiers[name] = TenantTiers(dram, stack, allowed)
+    return tiers
+
+
+async def _replay(commits: Commits, degraded: dict[str, str]) -> None:
+    """Land what an earlier life promised, before this node calls itself ready."""
+    found = await commits.replay()
+    degraded.pop("starting", None)
+    if found:
+        degraded["commits"] = f"{found} commits of an earlier life of this node are being taken up"
+        await commits.settled()
+        degraded.pop("commits", None)
+
+
+async def _collect(bucket: Bucket, clock: Clock, every: int) -> None:
+    while True:
+        await clock.sleep(every)
+        await bucket.repo.collect()

@@ -1,0 +1,133 @@
+"""The bucket as a node has it: perhaps not yet, perhaps not now.
+
+A store that is out of reach when a node starts must not keep the node's local tiers from serving: the node starts degraded,
+tries again in the background, and says so in its readiness. A store that is *wrong* (unsafe, refused credentials, unknown format)
+is an error at start, because waiting does not mend it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+from kvstore.clock import Clock, Ids
+from kvstore.errors import KVTierError, Unavailable, Unsupported
+from kvstore.ids import Namespace, NamespaceId
+from kvstore.objects.counting import CountingStore
+from kvstore.repo import Repo
+from tiering import Lease, Miss, Want
+
+log = logging.getLogger(__name__)
+_FIRST_WAIT, _LONGEST_WAIT, _CHECK_EVERY = 0.5, 15.0, 10.0
+PART = "bucket"  # its name among what is degraded
+
+
+class Bucket:
+    """Opens the repository, keeps trying while the store is out of reach, and is the hierarchy's last origin.
+
+    Args:
+        connect: Opens store and repository; None in stage 1.
+        counters: What counts requests, one for each time it connected.
+        degraded: Where the node's readiness collects what it cannot give now.
+    """
+
+    name = "bucket"
+
+    def __init__(
+        self,
+        connect: Callable[[], AbstractAsyncContextManager[Repo]] | None,
+        counters: Sequence[CountingStore],
+        degraded: dict[str, str],
+        clock: Clock,
+        ids: Ids,
+    ) -> None:
+        self._connect, self._counters, self._degraded, self._clock, self._ids = connect, counters, degraded, clock, ids
+        self._lifetime = AsyncExitStack()
+        self._repo: Repo | None = None
+
+    @property
+    def configured(self) -> bool:
+        """Whether this node has a bucket at all (stage 3)."""
+        return self._connect is not None
+
+    @property
+    def repo(self) -> Repo:
+        """The protocol on the bucket.
+
+        Raises:
+            Unsupported: Stage 1: no bucket is configured.
+            Unavailable: It has not been reached yet.
+        """
+        if self._repo is not None:
+            return self._repo
+        if self._connect is None:
+            raise Unsupported("this node has no bucket, so it holds no sessions: set [store] url")
+        raise Unavailable(f"the bucket has not been reached since this node started: {self._degraded.get(PART, 'starting')}")
+
+    def requests(self) -> dict[str, int]:
+        """Store requests so far, by `verb outcome`."""
+        total: Counter[tuple[str, str]] = sum((counter.requests for counter in self._counters), Counter())
+        return {f"{verb} {outcome}": count for (verb, outcome), count in sorted(total.items())}
+
+    async def open(self) -> None:
+        """First attempt. Raises what waiting would not mend."""
+        if self._connect is None:
+            return
+        try:
+            self._repo = await self._lifetime.enter_async_context(self._connect())
+        except Unavailable as error:
+            self._degraded[PART] = error.message
+            log.warning("starting without the bucket, trying again: %s", error)
+
+    async def watch(self) -> None:
+        """Keep trying to connect; once connected, keep an eye on its health. Runs until cancelled."""
+        wait = _FIRST_WAIT
+        while self._connect is not None:
+            try:
+                if self._repo is None:
+                    self._repo = await self._lifetime.enter_async_context(self._connect())
+                    log.info("the bucket is reached")
+                await self._repo.check()
+                self._degraded.pop(PART, None)
+                wait = _FIRST_WAIT
+                await self._clock.sleep(_CHECK_EVERY)
+            except KVTierError as error:
+                self._degraded[PART] = f"{error.kind}: {error.message}"
+                await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
+                wait = min(wait * 2, _LONGEST_WAIT)
+
+    async def aclose(self) -> None:
+        """Let go of repository and store."""
+        self._repo = None
+        await self._lifetime.aclose()
+
+    # --- as the hierarchy's origin ---
+
+    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+        """From the bucket, verified."""
+        return Miss.UNAVAILABLE if self._repo is None else await self._repo.origin.fetch(want, into)
+
+    async def offer(self, want: Want, value: Lease) -> bool:
+        """Keep an anonymous copy."""
+        return self._repo is not None and await self._repo.origin.offer(want, value)
+
+    async def contains(self, wants: Sequence[Want]) -> int:
+        """Leading run."""
+        return 0 if self._repo is None else await self._repo.origin.contains(wants)
+
+    # --- as the registry's store ---
+
+    async def put_namespace(self, namespace: Namespace) -> None:
+        """Keep its fields readable. While the bucket is out of reach this waits for the first commit, which needs it anyway."""
+        if self._repo is not None:
+            await self._repo.put_namespace(namespace)
+
+    async def namespace(self, namespace: NamespaceId) -> Namespace | None:
+        """Its fields."""
+        return await self.repo.namespace(namespace) if self.configured else None
+
+    async def namespaces(self, tenant: str) -> list[Namespace]:
+        """A tenant's."""
+        return await self.repo.namespaces(tenant) if self.configured else []

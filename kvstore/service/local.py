@@ -1,0 +1,79 @@
+"""What a commit touches on this node: the bytes of its blocks in the local tiers, and the protocol that it ends in."""
+
+from __future__ import annotations
+
+from kvstore import api
+from kvstore.ids import BlockName, Namespace, Shard
+from kvstore.repo.blocks import want
+from kvstore.service.bucket import Bucket
+from kvstore.service.plane import Plane, block_wants
+from kvstore.service.registry import Registry
+from tiering import DiskTier, Lease, Reach, Want
+
+
+class LocalCommits:
+    """Applies commits, and keeps their blocks safe on the disk until then.
+
+    Args:
+        disk: None where there is no disk tier.
+    """
+
+    def __init__(self, plane: Plane, registry: Registry, bucket: Bucket, disk: DiskTier | None) -> None:
+        self._plane, self._registry, self._bucket, self._disk = plane, registry, bucket, disk
+
+    async def fields(self, tenant: str, namespace: str) -> Namespace:
+        """A namespace's. Raises `NotFound`."""
+        return await self._registry.get(tenant, namespace)
+
+    def learn(self, fields: Namespace) -> None:
+        """A namespace that an intent brings along, so that replaying it needs no bucket."""
+        self._registry.learn(fields)
+
+    async def apply(self, tenant: str, request: api.Commit) -> api.Receipt:
+        """The protocol's commit, reading blocks from the local tiers only. Raises as `Repo.commit` does."""
+        fields = await self._registry.get(tenant, request.namespace)
+        stack = self._plane.tiers(tenant).stack
+
+        async def source(name: BlockName) -> Lease | None:
+            found = await stack.get_many([want(fields, name)], reach=Reach.DISK)
+            return found[0] if isinstance(found[0], Lease) else None
+
+        await self._bucket.repo.put_namespace(fields)  # the client may have named it while the bucket was out of reach
+        return await self._bucket.repo.commit(
+            tenant,
+            request.id,
+            namespace=fields,
+            lane=request.lane,
+            base_version=request.base_version,
+            links=request.blocks,
+            shards=[Shard.parse(text) for text in request.shards],
+            source=source,
+            write_id=request.write_id,
+            ttl_s=request.ttl_s,
+            labels=request.labels,
+        )
+
+    async def secure(self, tenant: str, request: api.Commit) -> bool:
+        """Make the blocks of a commit outlive a kill -9, and protect them from eviction until `release`.
+
+        What is on no local tier must be in the bucket already: an earlier version's blocks usually are.
+        """
+        assert self._disk is not None
+        wants = await self._wants(tenant, request)
+        keys = [one.key for one in wants]
+        self._disk.hold(keys)
+        durable = await self._plane.tiers(tenant).stack.flush(wants)
+        elsewhere = [one for one, kept in zip(wants, durable, strict=True) if not kept]
+        if not elsewhere or await self._bucket.contains(elsewhere) == len(elsewhere):
+            return True
+        self._disk.release(keys)
+        return False
+
+    async def release(self, tenant: str, request: api.Commit) -> None:
+        """Let the blocks of a commit be evicted again."""
+        assert self._disk is not None
+        self._disk.release([one.key for one in await self._wants(tenant, request)])
+
+    async def _wants(self, tenant: str, request: api.Commit) -> list[Want]:
+        fields = await self._registry.get(tenant, request.namespace)
+        return [one for text in request.shards for one in block_wants(fields, Shard.parse(text), request.blocks)]

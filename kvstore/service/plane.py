@@ -1,0 +1,193 @@
+"""The data plane of a node: names in, leases out. Bytes never pass through here as copies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore import api, codec
+from kvstore.clock import Clock
+from kvstore.errors import Denied, Invalid, KVTierError
+from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, prefix_id
+from kvstore.model import Copy
+from kvstore.repo.blocks import want
+from kvstore.service.registry import Registry
+from tiering import DramSlot, DramTier, Lease, Miss, Movers, Origin, Reach, Stack, Want
+
+REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
+FARTHER: Final = list(REACH)
+
+
+class Arena(msgspec.Struct, frozen=True):
+    """A tenant's read arena, to be handed to its clients. The descriptor is sealed against writing."""
+
+    fd: int
+    size: int
+
+
+class TenantTiers(msgspec.Struct, frozen=True):
+    """What one tenant's blocks live in; the disk and the bucket below are shared, its arena is not."""
+
+    dram: DramTier
+    stack: Stack
+    uids: tuple[int, ...]
+
+
+class Room:
+    """A place for one block's payload, in the arena. Exactly one of `publish` and `abort` ends it.
+
+    Attributes:
+        payload: Writable; the tensors in storage order, exactly `Plane.payload_bytes` long.
+    """
+
+    def __init__(self, slot: DramSlot, name: BlockName, namespace: Namespace, stack: Stack, movers: Movers) -> None:
+        self._slot, self._name, self._namespace, self._stack, self._movers = slot, name, namespace, stack, movers
+        self.payload = slot.view[codec.layout(namespace, name.shard, name.tokens).header_bytes :]
+
+    async def publish(self) -> bool:
+        """Digest what was written, make it visible, and queue it for disk and bucket."""
+        try:
+            await self._movers.run(codec.seal, self._slot.view, self._name, self._namespace)
+        except BaseException:
+            self._slot.abort()
+            raise
+        self._stack.publish(self._slot).release()
+        return True
+
+    def abort(self) -> None:
+        """Give the room back."""
+        self._slot.abort()
+
+
+class Plane:
+    """Blocks of every tenant, by name.
+
+    Args:
+        tiers: By tenant.
+        registry: Known namespaces.
+        origin: The bucket, where there is one.
+        clock: For deadlines.
+        movers: Threads for digests and copies.
+    """
+
+    def __init__(
+        self, tiers: Mapping[str, TenantTiers], registry: Registry, origin: Origin | None, clock: Clock, movers: Movers
+    ) -> None:
+        self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
+
+    @property
+    def run(self) -> Callable[..., Awaitable[object]]:
+        """Runs a function on the mover threads, to its real end also when the caller is cancelled."""
+        return self._movers.run
+
+    def tiers(self, tenant: str) -> TenantTiers:
+        """A tenant's tiers. Raises `Denied` where the node does not serve it."""
+        found = self._tiers.get(tenant)
+        if found is None:
+            raise Denied(f"tenant {tenant!r} is not served by this node: add [tenants.{tenant}] to its settings")
+        return found
+
+    def allowed(self, uid: int, tenant: str) -> bool:
+        """Whether a local user may act for a tenant: the node's own user always, others by the table."""
+        found = self._tiers.get(tenant)
+        return found is not None and (uid == os.getuid() or uid in found.uids)
+
+    def arena(self, tenant: str) -> Arena:
+        """The tenant's read arena."""
+        dram = self.tiers(tenant).dram
+        return Arena(dram.fd, dram.size)
+
+    async def get(
+        self, tenant: str, namespace: str, shard: Shard, links: Sequence[Link], *, deadline_ms: int, reach: str
+    ) -> tuple[list[Lease], str]:
+        """Lease the longest leading run of blocks; the word says why it ended, "" where it is complete.
+
+        Raises:
+            NotFound: The namespace is not known to this tenant.
+            Invalid: A block is named wrongly.
+        """
+        fields = await self._registry.get(tenant, namespace)
+        wants = block_wants(fields, shard, links)
+        stack = self.tiers(tenant).stack
+        deadline = self._clock.monotonic() + deadline_ms / 1000 if deadline_ms else None
+        return leading_run(await stack.get_many(wants, deadline=deadline, reach=tier_reach(reach)))
+
+    async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:
+        """Room for one block's payload; None where everything that could make way is leased (counted as dropped)."""
+        fields = await self._registry.get(tenant, namespace)
+        want = block_wants(fields, shard, [link])[0]
+        stack = self.tiers(tenant).stack
+        slot = stack.reserve(want)
+        if isinstance(slot, Miss):
+            return None
+        return Room(slot, BlockName(fields.id, shard, link.prefix_id, link.tokens), fields, stack, self._movers)
+
+    async def payload_bytes(self, tenant: str, namespace: str, shard: Shard, tokens: int) -> int:
+        """Length of a block's payload, behind its header."""
+        plan = codec.layout(await self._registry.get(tenant, namespace), shard, tokens)
+        return plan.raw_bytes - plan.header_bytes
+
+    async def lookup(self, tenant: str, request: api.Lookup) -> api.Found:
+        """How much of a chain is somewhere. Local tiers are asked in one pass; the bucket only for what they lack."""
+        fields = await self._registry.get(tenant, request.namespace)
+        if len(request.prefix_ids) > api.MAX_BLOCKS:
+            raise Invalid(f"prefix_ids has {len(request.prefix_ids)} entries; at most {api.MAX_BLOCKS}")
+        links = [Link(prefix_id(text), fields.block_tokens) for text in request.prefix_ids]
+        shards = [Shard.parse(text) for text in request.shards]
+        stack = self.tiers(tenant).stack
+        places = [stack.locate([want.key for want in block_wants(fields, shard, links)]) for shard in shards]
+        tiers: list[str] = []
+        for column in zip(*places, strict=True):
+            if None in column:
+                break
+            tiers.append(max((str(tier) for tier in column), key=FARTHER.index))
+        if request.reach == "bucket" and len(tiers) < len(links) and self._origin is not None:
+            rest = links[len(tiers) :]
+            found = await self._in_bucket(fields, shards, rest, request.deadline_ms)
+            tiers += ["bucket"] * found
+        return api.Found(run=len(tiers), tiers=tiers)
+
+    async def _in_bucket(self, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline_ms: int) -> int:
+        """Leading run of `links` that the bucket holds for every shard; 0 when it does not say so in time."""
+        assert self._origin is not None
+        try:
+            async with asyncio.timeout(deadline_ms / 1000):
+                return min([await self._origin.contains(block_wants(fields, shard, links)) for shard in shards])
+        except (TimeoutError, KVTierError):
+            return 0
+
+
+def block_wants(
+    namespace: Namespace, shard: Shard, links: Iterable[Link], copies: Mapping[PrefixId, Copy] | None = None
+) -> list[Want]:
+    """What to ask the tiers for. `copies` says where a manifest found each block. Raises `Invalid` for a wrong name or length."""
+    known: Mapping[PrefixId, Copy] = copies or {}
+    return [
+        want(namespace, BlockName(namespace.id, shard, prefix_id(link.prefix_id), link.tokens), known.get(link.prefix_id))
+        for link in links
+    ]
+
+
+def leading_run(answers: Iterable[Lease | Miss]) -> tuple[list[Lease], str]:
+    """Leases up to the first miss, and why it was one; what was leased behind a hole is let go, for nobody can use it."""
+    run: list[Lease] = []
+    why = ""
+    for answer in answers:
+        if isinstance(answer, Miss):
+            why = why or answer.value
+        elif why:
+            answer.release()
+        else:
+            run.append(answer)
+    return run, why
+
+
+def tier_reach(reach: str) -> Reach:
+    """The hierarchy's name for the farthest tier to ask. Raises `Invalid`."""
+    if reach not in REACH:
+        raise Invalid(f"reach is {reach!r}; it must be one of {', '.join(REACH)}")
+    return REACH[reach]

@@ -1,0 +1,80 @@
+"""Which namespaces a node knows, and who may use them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cachetools import LRUCache
+
+from kvstore import api
+from kvstore.errors import Invalid, NotFound
+from kvstore.ids import Namespace, NamespaceId, namespace_id
+
+_CACHED = 10_000
+
+
+class NamespaceStore(Protocol):
+    """Where namespaces are kept for good: the bucket."""
+
+    async def put_namespace(self, namespace: Namespace) -> None:
+        """Keep it readable under its id."""
+        ...
+
+    async def namespace(self, namespace: NamespaceId) -> Namespace | None:
+        """Its fields, or None."""
+        ...
+
+    async def namespaces(self, tenant: str) -> list[Namespace]:
+        """All of a tenant's."""
+        ...
+
+
+class Registry:
+    """Namespaces by id. Another tenant's namespace is answered exactly like one that nobody ever made."""
+
+    def __init__(self, store: NamespaceStore | None) -> None:
+        self._store = store
+        self._known: LRUCache[str, Namespace] = LRUCache(_CACHED)
+
+    async def put(self, tenant: str, claimed: str, fields: Namespace) -> None:
+        """Take a namespace in; it is written to the bucket once per node.
+
+        Raises:
+            Invalid: The id is not that of the fields, or they name another tenant.
+        """
+        if fields.id != claimed:
+            raise Invalid(f"namespace {claimed} is not the id of these fields, which is {fields.id}")
+        if fields.tenant != tenant:
+            raise Invalid(f"namespace.tenant is {fields.tenant!r} and the caller is {tenant!r}")
+        if claimed not in self._known:
+            if self._store is not None:
+                await self._store.put_namespace(fields)
+            self._known[claimed] = fields
+
+    def learn(self, fields: Namespace) -> None:
+        """Know a namespace without writing it anywhere."""
+        self._known[fields.id] = fields
+
+    async def get(self, tenant: str, wanted: str) -> Namespace:
+        """A namespace's fields.
+
+        Raises:
+            NotFound: Nobody registered it, or it is another tenant's.
+        """
+        key = namespace_id(wanted)
+        found = self._known.get(key)
+        if found is None and self._store is not None:
+            found = await self._store.namespace(key)
+            if found is not None:
+                self._known[key] = found
+        if found is None or found.tenant != tenant:
+            raise NotFound(f"namespace {wanted} is not known: register its fields first (PUT /v1/namespaces/{wanted})")
+        return found
+
+    async def all(self, tenant: str) -> api.Namespaces:
+        """Every namespace of a tenant."""
+        if self._store is None:
+            mine = [namespace for namespace in self._known.values() if namespace.tenant == tenant]
+        else:
+            mine = await self._store.namespaces(tenant)
+        return api.Namespaces(namespaces=[api.NamespaceInfo(namespace=namespace.id, fields=namespace) for namespace in mine])
