@@ -41,7 +41,7 @@ def data_folder(named: Path | None) -> Path:
 
 @asynccontextmanager
 async def start(folder: Path) -> AsyncIterator[str]:
-    """A server on this folder while the block runs: the storage URL of its bucket. Its credentials go to this process's environment.
+    """A server on this folder while the block runs: the storage URL of its bucket. Its credentials go into our environment.
 
     Raises:
         Unsupported: The extra `local` is not installed.

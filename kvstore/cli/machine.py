@@ -79,8 +79,7 @@ def _group_files(root: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _memory(settings: Settings, root: Path) -> Finding:
-    arenas = max(1, len(settings.tenants)) * settings.dram.size
-    windows = ENGINES * settings.dram.window
+    arenas, windows = settings.dram.size, ENGINES * settings.dram.window  # tenants share dram.size out among them
     need = arenas + windows + NODE_BYTES
     least, by = memory_limit(root)
     parts = f"arenas {size(arenas)}, {ENGINES} engines {size(windows)}, the node {size(NODE_BYTES)}"
