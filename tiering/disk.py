@@ -111,7 +111,9 @@ class DiskTier:
         """Payload bytes it may hold."""
         return self._catalog.budget.limit
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many values are here."""
         return len(self._catalog)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:

@@ -144,7 +144,9 @@ class DramTier:
         """How many leases are out."""
         return self._leases
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many values are here."""
         return len(self._values)
 
     def lease(self, want: Want) -> Lease | Miss:

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import lmdb
+from lmdb.verify import VerifyError, verify
 
 from tiering.movers import be_nice
 from tiering.tier import TierError
@@ -21,16 +22,6 @@ _log = logging.getLogger("tiering.index")
 SLOTS, JOURNAL, META = "slots", "journal", "meta"
 TABLES = (SLOTS, JOURNAL, META)
 _LAYOUT = b"1"
-_DAMAGED = (
-    lmdb.InvalidError,
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-    lmdb.BadTxnError,
-    lmdb.BadValsizeError,
-    lmdb.IncompatibleError,
-    EOFError,
-)
 _GROUP = 4096  # changes in one transaction, at most about
 
 
@@ -83,23 +74,25 @@ class Index:
             TierError: Another version of this software wrote it.
             OSError: It cannot be created.
         """
+        problem = _damage(path)
+        if problem:
+            _log.warning("%s is damaged and starts empty: %s", path, problem)
+            path.unlink()
         try:
-            try:
-                index = cls(_open_env(path, map_size), barrier)
-                layout = dict(index.load(META)).get(b"layout")
-            except _DAMAGED as error:
-                _log.warning("%s is damaged and starts empty: %s", path, error)
-                path.unlink(missing_ok=True)
-                index = cls(_open_env(path, map_size), barrier)
-                layout = None
+            env = lmdb.open(str(path), map_size=map_size, subdir=False, lock=False, max_dbs=len(TABLES), metasync=True, sync=True)
+            index = cls(env, barrier)
         except lmdb.Error as error:
             raise OSError(f"cannot open {path}: {error}") from error
+        layout = dict(index.load(META)).get(b"layout")
         if layout not in {None, _LAYOUT}:
             index._env.close()
             raise TierError(f"{path} has layout {layout!r}, this version knows {_LAYOUT!r}: remove the folder, or use another")
         index._thread.start()
-        if layout is None:
-            index.submit([Change(META, b"layout", _LAYOUT)]).result()
+        try:
+            index.submit([Change(META, b"layout", _LAYOUT)] if layout is None else []).result()
+        except BaseException:
+            index.close()
+            raise
         return index
 
     def load(self, table: str) -> list[tuple[bytes, bytes]]:
@@ -191,12 +184,11 @@ class Index:
                     txn.put(key, value, db=self._tables[table])
 
 
-def _open_env(path: Path, map_size: int) -> Any:
-    env = lmdb.open(str(path), map_size=map_size, subdir=False, lock=False, max_dbs=len(TABLES), metasync=True, sync=True)
-    # Reading a page behind the end of the file would kill the process, so a cut file must be noticed before.
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = path.stat().st_size
-    if size < needed:
-        env.close()
-        raise EOFError(f"{size} bytes are left of {needed}")
-    return env
+def _damage(path: Path) -> str:
+    """What is wrong with the file, read without LMDB: on a bad page LMDB itself would abort the process."""
+    if not path.exists() or not path.stat().st_size:
+        return ""
+    try:
+        return "; ".join(verify(str(path))[:3])  # type: ignore[no-untyped-call]  # lmdb annotates all but this module
+    except VerifyError as error:
+        return str(error)

@@ -82,14 +82,16 @@ class Stack:
         self._monotonic = monotonic
         self.stats: Mapping[str, TierStats] = {
             dram.name: dram.stats,
-            **({disk.name: disk.stats} if disk else {}),
+            **({disk.name: disk.stats} if disk is not None else {}),
             **{origin.name: TierStats() for origin in origins},
         }
         if len(self.stats) != 1 + (disk is not None) + len(self.origins):
             raise ValueError("tiers and origins need names of their own")
         self._flights: Flights[Lease | Miss] = Flights(_release)
-        self._to_disk = self._behind(disk.name, self._write_disk) if disk else None
-        self._to_origins = [self._behind(origin.name, partial(self._offer, origin)) for origin in origins]
+        self._to_disk = self._behind(disk.name, self._write_disk) if disk is not None else None
+        self._queues = [self._behind(origin.name, partial(self._offer, origin)) for origin in origins]
+        if self._to_disk is not None:
+            self._queues.insert(0, self._to_disk)
         self._closed = False
 
     @classmethod
@@ -124,8 +126,7 @@ class Stack:
     @property
     def queued(self) -> dict[str, int]:
         """Bytes waiting to be written, by target."""
-        behind = [*([self._to_disk] if self._to_disk else []), *self._to_origins]
-        return {queue.name: queue.queued for queue in behind}
+        return {queue.name: queue.queued for queue in self._queues}
 
     def locate(self, keys: Sequence[bytes]) -> list[str | None]:
         """Name of the fastest tier that has each key now; origins are not asked."""
@@ -197,10 +198,9 @@ class Stack:
             False where it is not in memory, or did not fit one of the queues.
         """
         accepted = True
-        for queue in (self._to_disk, *self._to_origins):
-            if queue is not None:
-                lease = self.dram.lease(want)
-                accepted &= isinstance(lease, Lease) and queue.put(want, lease)
+        for queue in self._queues:
+            lease = self.dram.lease(want)
+            accepted &= isinstance(lease, Lease) and queue.put(want, lease)
         return accepted
 
     async def flush(self, wants: Sequence[Want], *, deadline: float | None = None) -> list[bool]:
@@ -233,8 +233,7 @@ class Stack:
         """Cancel what is being fetched, write what was accepted, within `drain_s`, and stop."""
         self._closed = True
         await self._flights.aclose()
-        queues = [queue for queue in (self._to_disk, *self._to_origins) if queue is not None]
-        await asyncio.gather(*(queue.aclose(self._settings.drain_s) for queue in queues))
+        await asyncio.gather(*(queue.aclose(self._settings.drain_s) for queue in self._queues))
 
     # Reading
 
