@@ -23,10 +23,11 @@ from typing import Final
 
 import msgspec
 
-from kvstore.clock import RandomIds
+from kvstore.clock import RandomIds, SystemClock
 from kvstore.errors import Unavailable, Unsupported
 from kvstore.objects.credentials import Credentials
 from kvstore.objects.settings import S3Settings
+from kvstore.objects.signing import UNSIGNED, sign
 
 _READY_S: Final = 60.0
 _STOP_S: Final = 10.0
@@ -53,26 +54,28 @@ class SeaweedFS:
     """A running server. Start it from the main thread: it ends with the thread that started it.
 
     Attributes:
+        bucket: Its bucket.
         endpoint: URL of its S3 service.
         credentials: Its only identity, which may do everything.
     """
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], state: _State) -> None:
+    def __init__(self, folder: Path, bucket: str, process: subprocess.Popen[bytes], state: _State) -> None:
         self._folder, self._process = folder, process
+        self.bucket = bucket
         self.endpoint = f"http://127.0.0.1:{state.ports['s3']}"
         self.credentials = Credentials(state.access_key, state.secret_key)
         self._port = state.ports["s3"]
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, folder: Path) -> AsyncIterator[SeaweedFS]:
-        """A server for as long as the block runs.
+    async def open(cls, folder: Path, bucket: str = "kvtier") -> AsyncIterator[SeaweedFS]:
+        """A server for as long as the block runs, with a bucket made at its first start.
 
         Raises:
             Unsupported: There is no `weed` binary: the extra `local` brings it.
             Unavailable: It did not come up, or another one uses the folder.
         """
-        server = cls.launch(folder)  # here and not in a helper thread, whose end would end the server
+        server = cls.launch(folder, bucket)  # here and not in a helper thread, whose end would end the server
         try:
             await asyncio.to_thread(server.wait_ready)
             yield server
@@ -80,7 +83,7 @@ class SeaweedFS:
             await asyncio.to_thread(server.stop)
 
     @classmethod
-    def launch(cls, folder: Path) -> SeaweedFS:
+    def launch(cls, folder: Path, bucket: str = "kvtier") -> SeaweedFS:
         """Start the process, without waiting until it answers (`wait_ready`). Raises as `open`."""
         binary = find_weed()
         folder = folder.resolve()
@@ -90,7 +93,15 @@ class SeaweedFS:
             state = _remembered(folder / "seaweed.json")
             with (folder / "seaweed.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _RUN_WITH_PARENT, str(os.getpid()), *_command(binary, folder, state)],
+                    [
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        "-c",
+                        _RUN_WITH_PARENT,
+                        str(os.getpid()),
+                        *_command(binary, folder, bucket, state),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -107,14 +118,14 @@ class SeaweedFS:
                 )
         finally:
             os.close(lock)
-        return cls(folder, process, state)
+        return cls(folder, bucket, process, state)
 
-    def settings(self, bucket: str) -> S3Settings:
-        """How to reach a bucket of it."""
-        return S3Settings(bucket=bucket, endpoint=self.endpoint)
+    def settings(self) -> S3Settings:
+        """How to reach its bucket."""
+        return S3Settings(bucket=self.bucket, endpoint=self.endpoint)
 
     def wait_ready(self) -> None:
-        """Block until its S3 service answers. Raises `Unavailable` if the process ended or a minute has passed."""
+        """Block until its bucket answers. Raises `Unavailable` if the process ended or a minute has passed."""
         end = time.monotonic() + _READY_S
         while not self.healthy():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -125,10 +136,22 @@ class SeaweedFS:
             time.sleep(0.05)
 
     def healthy(self) -> bool:
-        """Whether the S3 service answers now."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2.0)
+        """Whether the S3 service answers for the bucket now."""
+        host, path = f"127.0.0.1:{self._port}", f"/{self.bucket}"
+        headers = sign(
+            self.credentials,
+            self.settings().region,
+            method="HEAD",
+            host=host,
+            path=path,
+            query="",
+            headers={},
+            payload=UNSIGNED,
+            at=SystemClock().now(),
+        )
+        connection = http.client.HTTPConnection(host, timeout=2.0)
         try:
-            connection.request("GET", "/healthz")
+            connection.request("HEAD", path, headers=headers)
             return connection.getresponse().status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
@@ -224,9 +247,10 @@ def _free(port: int) -> bool:
         return True
 
 
-def _command(binary: str, folder: Path, state: _State) -> list[str]:
+def _command(binary: str, folder: Path, bucket: str, state: _State) -> list[str]:
     ports = [f"-{name}.port{suffix}={port + n}" for name, port in state.ports.items() for n, suffix in enumerate(("", ".grpc"))]
     return [
-        binary, "-logtostderr=true", "mini", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
+        binary, "-logtostderr=true", "mini", f"-dir={folder / 'data'}", f"-bucket={bucket}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+        *ports,
         "-admin.ui=false", "-webdav=false", "-volume.preStopSeconds=0", "-s3.port.iceberg=0", "-s3.port.lance=0",
     ]  # fmt: skip
