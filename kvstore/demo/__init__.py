@@ -1,0 +1,1 @@
+"""A session that outlives its machine, on a real model: `./scripts/demo`, or `python -m kvstore.demo.run`."""

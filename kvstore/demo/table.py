@@ -1,0 +1,94 @@
+"""What the demo found: a table for a person, JSON lines for a program."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+NAMES = {"recompute": "read everything again", "bucket": "bucket", "nvme": "NVMe", "dram": "DRAM", "fork": "a fork, from DRAM"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to the first token.
+
+    Attributes:
+        source: `recompute`, or where the session's blocks were.
+        seconds: To the first logits, of each sample.
+        by_tier: Bytes by the tier that the node found them in, of the last sample.
+        identical: Whether every sample gave what it should; None where it is what others are compared with.
+    """
+
+    source: str
+    seconds: list[float]
+    by_tier: dict[str, int] = {}
+    identical: bool | None = None
+
+    @property
+    def median(self) -> float:
+        """Of the samples."""
+        return statistics.median(self.seconds)
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the demo found. The first row is the recomputation."""
+
+    rows: list[Row]
+    tokens: int
+    threads: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether all output was."""
+        return all(row.identical is not False for row in self.rows)
+
+
+def table(found: Found) -> Table:
+    """For a person."""
+    shown = Table(
+        title=f"Time to first token after {found.tokens:,} tokens, {_plural(found.threads, 'thread')}", title_style="bold"
+    )
+    for heading in ("the session is in", "median", "fastest", "slowest", "times faster", "bytes", "tiers hit"):
+        shown.add_column(heading, justify="left" if heading in {"the session is in", "tiers hit"} else "right")
+    shown.add_column("identical", justify="center")
+    baseline = found.rows[0].median
+    for row in found.rows:
+        read = sum(row.by_tier.values())
+        shown.add_row(
+            NAMES[row.source],
+            *(f"{value:.3f} s" for value in (row.median, min(row.seconds), max(row.seconds))),
+            "" if row is found.rows[0] else f"{baseline / row.median:.1f}x",
+            f"{read / 1e6:.0f} MB" if read else "",
+            ", ".join(f"{tier} {size / read:.0%}" for tier, size in row.by_tier.items()),
+            {None: Text(""), True: Text("yes", "green"), False: Text("NO", "bold red")}[row.identical],
+        )
+    return shown
+
+
+def lines(found: Found) -> Iterator[dict[str, Any]]:
+    """For a program."""
+    baseline = found.rows[0].median
+    for row in found.rows:
+        yield {
+            "name": "ttft",
+            "source": row.source,
+            "value": round(row.median, 6),
+            "unit": "s",
+            "baseline": round(baseline, 6),
+            "ratio": round(baseline / row.median, 2),
+            "samples": [round(value, 6) for value in row.seconds],
+            "bytes": sum(row.by_tier.values()),
+            "by_tier": row.by_tier,
+            "identical": row.identical,
+        }
+    yield {"name": "tokens", "value": found.tokens}
+    yield {"name": "threads", "value": found.threads}
+    yield {"name": "identical", "value": found.identical}
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
