@@ -6,7 +6,8 @@ Text that came from a store or a node (session ids, labels) is data: it is never
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 
@@ -82,6 +83,13 @@ def transfer() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr, for what takes a second or more."""
+    with Console(stderr=True).status(what):
+        yield
 
 
 def size(count: float) -> str:

@@ -1,0 +1,94 @@
+"""A node with its faces, from the first signal of life until it has drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Annotated, TypeAlias
+
+import msgspec
+import typer
+
+from kvstore.config import Settings
+from kvstore.node import Node
+from kvstore.server.app import HttpServer
+from kvstore.server.limits import Limits
+from kvstore.server.local import LocalServer
+from kvstore.server.metrics import Metrics
+
+LogOption: TypeAlias = Annotated[
+    str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error; to stderr.")
+]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node can be reached now. Empty where it has no such face.
+
+    Attributes:
+        url: Of the Unix socket, for engines on this host.
+        http: Of the HTTP API, as a storage URL.
+        store: Storage URL of its bucket.
+    """
+
+    event: str = "ready"
+    node: str
+    url: str
+    http: str
+    store: str
+    pid: int
+
+
+def log_to_stderr(level: str) -> None:
+    """Lines with time, level and origin. Raises `typer.BadParameter` for an unknown level."""
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise typer.BadParameter(f"{level!r} is not one of debug, info, warning, error", param_hint="--log-level")
+    logging.basicConfig(stream=sys.stderr, level=number, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> None:
+    """Run until SIGTERM or SIGINT, then drain; a second signal ends the process at once.
+
+    Args:
+        settings: The node's.
+        announce: Called once it answers.
+
+    Raises:
+        KVTierError: As :meth:`kvstore.node.Node.open`, and where an address or socket path is taken.
+    """
+    stop = _stop_on_signals()
+    limits = Limits(connections=settings.limits.connections, window=settings.dram.window, drain=settings.limits.drain)
+    async with Node.open(settings) as node, AsyncExitStack() as faces:
+        metrics, url, http = Metrics(), "", ""
+        if settings.node.socket:
+            await faces.enter_async_context(
+                LocalServer.open(node.service, settings.node.socket, limits=limits, observe=metrics.observe)
+            )
+            url = f"kvtier+unix://{settings.node.socket}"
+        if settings.node.listen:
+            server = await faces.enter_async_context(
+                HttpServer.open(node.service, settings.node.listen, limits=limits, metrics=metrics)
+            )
+            http = f"kvtier://{server.url.removeprefix('http://')}"
+        announce(Ready(node=node.service.node_id, url=url, http=http, store=settings.store.url, pid=os.getpid()))
+        await stop.wait()
+        typer.echo(f"stopping: what was accepted gets {settings.limits.drain} s to become durable (again: stop at once)", err=True)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def handle(number: signal.Signals) -> None:
+        if stop.is_set():
+            typer.echo("stopped at once: what was not durable yet is lost", err=True)
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+    return stop
