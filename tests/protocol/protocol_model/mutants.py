@@ -62,4 +62,38 @@ MUTANTS: dict[str, Mutant] = {
     "reap_unnamed": Mutant(
         "names", "collect", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "was deleted"
     ),
+    "stale_base_wins": Mutant(
+        "merge", "commit 6", "the last writer wins over a base it did not see", Rules(stale_base_conflicts=False), "overwritten"
+    ),
+    "redo_blindly": Mutant(
+        "merge", "commit 6", "redone on any prefix of mine, a rewound one too", Rules(redo_looks_at_base=False), "came back"
+    ),
+    "redo_on_ends": Mutant(
+        "merge", "commit 6", "a rewind between base and current is not noticed", Rules(redo_looks_between=False), "came back"
+    ),
+    "contained_by_length": Mutant(
+        "merge", "commit 6", "acknowledged if as long", Rules(contained_compares_tokens=False), "is not stored"
+    ),
+    "contained_by_tokens": Mutant(
+        "merge", "commit 6", "acknowledged though a shard is missing", Rules(contained_compares_shards=False), "is not stored"
+    ),
+    "drop_copies": Mutant(
+        "merge", "commit 6", "mine replaces the copies of other shards", Rules(keeps_others_copies=False), "were dropped"
+    ),
+    "later_version": Mutant(
+        "merge",
+        "commit 6",
+        "acknowledged as the current version, which may hold more than the caller saw",
+        Rules(acknowledges_own_version=False),
+        "overwritten",
+    ),
+    "false_conflict": Mutant(
+        "merge", "R8", "a retry does not look for its id", Rules(looks_for_its_id=False), "answered with Conflict"
+    ),
+    "growing_group": Mutant(
+        "groups", "group", "a commit joins while the outcome is unknown", Rules(group_is_frozen=False), "is not stored"
+    ),
+    "branch_twice": Mutant(
+        "groups", "group", "two commits of one branch in a group", Rules(branch_once_in_group=False), "is not stored"
+    ),
 }

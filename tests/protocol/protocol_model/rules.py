@@ -47,3 +47,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     branch_before_name: bool = True
     expires_what_it_judged: bool = True
     kills_before_deleting: bool = True
+    # a commit that finds another version than its base (step 6)
+    stale_base_conflicts: bool = True
+    redo_looks_at_base: bool = True
+    redo_looks_between: bool = True
+    contained_compares_tokens: bool = True
+    contained_compares_shards: bool = True
+    keeps_others_copies: bool = True
+    acknowledges_own_version: bool = True
+    # a group
+    group_is_frozen: bool = True
+    branch_once_in_group: bool = True

@@ -6,11 +6,12 @@ import msgspec
 
 from protocol_model.config import Config
 from protocol_model.explore import Machine
+from protocol_model.merge import MergeConfig, MergeMachine
 from protocol_model.names import NameConfig, NameMachine
 from protocol_model.sessions import Sessions
 from protocol_model.state import Place
 
-AnyConfig: TypeAlias = Config | NameConfig
+AnyConfig: TypeAlias = Config | NameConfig | MergeConfig
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -28,7 +29,13 @@ class Scenario(msgspec.Struct, frozen=True):
 
 def machine(config: AnyConfig) -> Machine[Any]:
     """The transition system of an instance."""
-    return NameMachine(config) if isinstance(config, NameConfig) else Sessions(config)
+    match config:
+        case NameConfig():
+            return NameMachine(config)
+        case MergeConfig():
+            return MergeMachine(config)
+        case Config():
+            return Sessions(config)
 
 
 ONE = (Place(0, 0),)
@@ -119,6 +126,37 @@ SCENARIOS: dict[str, Scenario] = {
         NameConfig(about="one name: creators, deleters, committers, expiry, reaper", incarnations=3),
         {"incarnations": 2},
         frozenset({"412, the name is taken", "head is dead, starts again", "delete", "commit", "delete: Gone", "drops session"}),
+    ),
+    "merge": Scenario(
+        MergeConfig(
+            about="two writers of different shards, rewinds, lost answers",
+            shards=(1, 3),
+            length=3,
+            versions=6,
+            operations=3,
+        ),
+        {"length": 2, "versions": 4, "operations": 2},
+        frozenset(
+            {
+                "GET head: contained",
+                "GET head: Conflict",
+                "finds its write id, acknowledges",
+                "delivers a late swap",
+                "swap: rewind",
+            }
+        ),
+    ),
+    "groups": Scenario(
+        MergeConfig(about="a group over two branches, another writer on one", branches=2, charge=((0, 1), (1,)), versions=4),
+        {"charge": ((0, 1), (0, 1)), "versions": 3, "operations": 1},
+        frozenset(
+            {
+                "GET head: to be written, to be written",
+                "GET head: contained, to be written",
+                "GET head: Conflict, to be written",
+                "finds its write id, acknowledges",
+            }
+        ),
     ),
 }
 
