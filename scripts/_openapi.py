@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import msgspec.yaml
 from _schemas import components_of
 
-from kvstore.api import CALLS, Call
+from kvstore.api import CALLS, Call, RestoreStatus, Taken, Tier
 from kvstore.errors import KINDS, Problem
 
 _REF = "#/components/schemas/{name}"
@@ -17,12 +17,13 @@ _REF = "#/components/schemas/{name}"
 
 def openapi() -> bytes:
     """The document, OpenAPI 3.1."""
-    components = components_of({Problem, *(kind for call in CALLS for kind in (call.request, call.answer))}, _REF)
+    components = components_of([Problem, Taken, *(kind for call in CALLS for kind in (call.request, call.answer))], _REF)
     paths: dict[str, dict[str, Any]] = {}
     bodies: set[str] = set()
     for call in CALLS:
         paths.setdefault(call.path, {})[call.method.lower()] = _operation(call, components, bodies)
-    answers = {call.answer.__name__ for call in CALLS} | {"Problem"}
+    paths.update(_streams())
+    answers = {"Taken"} | {call.answer.__name__ for call in CALLS} | {"Problem"}
     asked = {call.request.__name__ for call in CALLS}
     for name in asked - bodies - answers:
         components.pop(name, None)  # its fields became parameters
@@ -61,21 +62,74 @@ def _operation(call: Call, components: dict[str, Any], bodies: set[str]) -> dict
             del components[body]["required"]
         bodies.add(body)
         operation["requestBody"] = {
-            "required": bool(needed),
+            "required": True,  # at least its content type: a page of another site cannot send that
             "content": {"application/json": {"schema": {"$ref": _REF.format(name=body)}}},
         }
     else:
         parameters += [_parameter(field, "query", about, required=field in needed) for field, about in rest.items()]
     if parameters:
         operation["parameters"] = parameters
-    operation["responses"] = {
-        str(call.status): {
-            "description": "Done.",
-            "content": {"application/json": {"schema": {"$ref": _REF.format(name=call.answer.__name__)}}},
-        },
-        **{status: {"$ref": f"#/components/responses/{status}"} for status in _problems()},
-    }
+    answer = {"schema": {"$ref": _REF.format(name=call.answer.__name__)}}
+    operation["responses"] = _responses(str(call.status), "Done.", "application/json", answer)
     return operation
+
+
+def _responses(status: str, about: str, content_type: str, content: dict[str, Any]) -> dict[str, Any]:
+    """What an operation answers: this, or a problem."""
+    good = {status: {"description": about, "content": {content_type: content}}}
+    return good | {bad: {"$ref": f"#/components/responses/{bad}"} for bad in _problems()}
+
+
+def _streams() -> dict[str, Any]:
+    """The paths beside the table: block bytes, the progress of a restore as events, metrics."""
+    hex64 = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    block = [
+        _parameter("namespace", "path", hex64, required=True),
+        _parameter("shard", "path", {"type": "string", "description": "Such as `t0of1.p0of1.g0`."}, required=True),
+        _parameter("prefix_id", "path", hex64, required=True),
+        _parameter("tokens", "query", {"type": "integer", "minimum": 1, "description": "How many the block holds."}, required=True),
+    ]
+    wait = [
+        _parameter("deadline_ms", "query", {"type": "integer"}, required=False),
+        _parameter("reach", "query", {"enum": list(get_args(Tier)), "description": "The farthest tier to ask."}, required=False),
+    ]
+    octets = {"schema": {"type": "string", "format": "binary"}}
+    event = {"schema": {"type": "string", "description": f"Each event's data is a {RestoreStatus.__name__}."}}
+    return {
+        "/v1/blocks/{namespace}/{shard}/{prefix_id}": {
+            "parameters": block,
+            "get": {
+                "operationId": "get_block",
+                "summary": "A raw block object (FORMAT.md, section 4), or a Range of it. 404 is a miss; X-KVTier-Miss says why.",
+                "parameters": wait,
+                "responses": _responses("200", "The object.", "application/octet-stream", octets)
+                | {"206": {"description": "The range.", "content": {"application/octet-stream": octets}}},
+            },
+            "put": {
+                "operationId": "put_block",
+                "summary": "Publish a block: its payload is the raw tensors in storage order. Content-Digest (blake3) is checked.",
+                "requestBody": {"required": True, "content": {"application/octet-stream": octets}},
+                "responses": _responses(
+                    "200", "Whether it was kept.", "application/json", {"schema": {"$ref": _REF.format(name="Taken")}}
+                ),
+            },
+        },
+        "/v1/restores/{restore_id}/events": {
+            "get": {
+                "operationId": "restore_events",
+                "summary": "The progress of a restore as server-sent events; ends with the restore.",
+                "parameters": [_parameter("restore_id", "path", {"type": "string"}, required=True)],
+                "responses": _responses("200", "Events.", "text/event-stream", event),
+            }
+        },
+        "/metrics": {
+            "get": {
+                "operationId": "metrics",
+                "summary": "Metrics for Prometheus.",
+                "responses": _responses("200", "The page.", "text/plain", {"schema": {"type": "string"}}),
+            }
+        },
+    }
 
 
 def _parameter(name: str, place: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:

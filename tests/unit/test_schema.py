@@ -1,9 +1,11 @@
 """What is generated follows from the code, and is valid in its own language."""
 
+import asyncio
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jsonschema
 import msgspec
@@ -13,6 +15,9 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from kvstore.api import CALLS
 from kvstore.errors import KINDS, Conflict
 from kvstore.ids import Namespace
+from kvstore.server.app import application
+from kvstore.server.limits import Limits
+from kvstore.server.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = sorted((ROOT / "schema").glob("*.schema.json"))
@@ -65,6 +70,20 @@ def test_openapi_has_every_call_and_every_parameter():
         assert asked == {field.encode_name for field in msgspec.structs.fields(call.request)}
         assert {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"} == set(re.findall(r"{(\w+)}", call.path))
         assert str(call.status) in operation["responses"]
+
+
+async def test_openapi_has_every_route_of_the_server():
+    app = application(Mock(), Limits(), Metrics(), "127.0.0.1", asyncio.Event())
+    served = {
+        (route.method.lower(), route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource and route.method != "HEAD"
+    }
+    documented = {
+        (method, path) for path, item in openapi()["paths"].items() for method in item if method in {"get", "put", "post", "delete"}
+    }
+    assert documented <= served
+    assert {route for route in served if route[1].startswith("/v1/")} <= documented
 
 
 def test_openapi_errors_are_problem_documents_for_every_status():
