@@ -13,6 +13,7 @@ from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl, StoreSettings
 from kvstore.errors import Invalid
 from kvstore.keys import Keys
+from kvstore.lifecycle import collect
 from kvstore.objects import MemoryStore, ObjectStore, RetryingStore, S3Settings, S3Store, probe
 from kvstore.objects.counting import CountingStore
 from kvstore.repo import Repo, RepoSettings
@@ -137,36 +138,34 @@ async def _repository(
         counter = CountingStore(store)
         counters.append(counter)
         keys = Keys(root)
-        guarantees = await probe(counter, keys.probe(ids.new()), clock, ids)
-        repo = await lifetime.enter_async_context(
-            Repo.open(
-                RetryingStore(counter, clock, ids),
-                keys,
-                RepoSettings(
-                    history=settings.lifecycle.history,
-                    session_ttl=int(settings.lifecycle.session_ttl),
-                    sliding=settings.lifecycle.sliding,
-                    anonymous_ttl=int(settings.lifecycle.anonymous_ttl),
-                    codec=settings.store.codec,
-                    inflight=int(settings.store.inflight),
-                ),
-                clock=clock,
-                ids=ids,
-                run=movers.run,
-                guarantees=guarantees,
-            )
+        found = await probe(counter, keys.probe(ids.new()), clock, ids)
+        repo_settings = RepoSettings(
+            history=settings.lifecycle.history,
+            session_ttl=int(settings.lifecycle.session_ttl),
+            sliding=settings.lifecycle.sliding,
+            period=int(settings.lifecycle.anonymous_ttl),
+            codec=settings.store.codec,
+            inflight=int(settings.store.inflight),
         )
+        seen = {"conditional_writes": True, "conditional_get": found.conditional_get}
+        retrying = RetryingStore(counter, clock, ids)
+        opening = Repo.open(retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen)
+        repo = await lifetime.enter_async_context(opening)
         yield repo
 
 
 @asynccontextmanager
 async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
-    path = Path(settings.nvme.path).expanduser()
+    path = _folder(settings.nvme.path)
     try:
         async with DiskTier.open(path, int(settings.nvme.size), movers) as disk:
             yield disk
     except (PathInUse, OSError) as error:
         raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 async def _tenants(
@@ -198,4 +197,4 @@ async def _replay(commits: Commits, degraded: dict[str, str]) -> None:
 async def _collect(bucket: Bucket, clock: Clock, every: int) -> None:
     while True:
         await clock.sleep(every)
-        await bucket.repo.collect()
+        await collect(bucket.repo)

@@ -40,7 +40,7 @@ class Movers:
         finally:
             pool.shutdown(wait=True)
 
-    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `fn` on a mover thread.
 
         Once it has started it is awaited to its real end, also when the caller is cancelled: buffers it uses are free again

@@ -14,6 +14,7 @@ from kvstore.config import Settings
 from kvstore.errors import Invalid, NotFound, Unsupported
 from kvstore.ids import Namespace, Shard, prefix_id
 from kvstore.keys import check_id
+from kvstore.lifecycle import collect
 from kvstore.repo import Repo
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
@@ -226,7 +227,7 @@ class Service:
 
     async def collect(self, tenant: str, request: api.Collect) -> api.Collected:
         """Once."""
-        return await self.repo.collect(dry_run=request.dry_run, now=request.now)
+        return await collect(self.repo, dry_run=request.dry_run, now=request.now)
 
     async def stats(self, tenant: str, _: api.Nothing) -> api.Stats:
         """As it stands; tiers are the caller's, the disk is shared."""

@@ -83,6 +83,10 @@ class _Line:
         self.task: asyncio.Task[None] | None = None
         self.moved = asyncio.Condition()
 
+    def empty(self) -> bool:
+        """Whether nothing of this session is pending."""
+        return not self.intents
+
 
 class Commits:
     """Runs commits.
@@ -198,7 +202,7 @@ class Commits:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock.monotonic())):
                 for line in lines:
                     async with line.moved:
-                        await line.moved.wait_for(lambda line=line: not line.intents)
+                        await line.moved.wait_for(line.empty)
         except TimeoutError:
             return False
         return True
@@ -207,7 +211,7 @@ class Commits:
         """Wait until nothing is pending."""
         for line in list(self._lines.values()):
             async with line.moved:
-                await line.moved.wait_for(lambda line=line: not line.intents)
+                await line.moved.wait_for(line.empty)
 
     async def replay(self) -> int:
         """Take up what an earlier life of this node promised. Returns how many intents were found."""
@@ -221,7 +225,7 @@ class Commits:
         return len(found)
 
     async def drain(self, seconds: float) -> int:
-        """Stop: give what is pending that long to land. Returns how many did not; those with durability `nvme` are in the journal."""
+        """Stop: give what is pending that long to land. Returns how many did not; the journal keeps those promised `nvme`."""
         tasks = [line.task for line in self._lines.values() if line.task is not None]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore import api
 from kvstore.ids import BlockName, Namespace, Shard
-from kvstore.repo.blocks import want
+from kvstore.repo import Proposal, want
 from kvstore.service.bucket import Bucket
 from kvstore.service.plane import Plane, block_wants
 from kvstore.service.registry import Registry
@@ -39,19 +39,16 @@ class LocalCommits:
             return found[0] if isinstance(found[0], Lease) else None
 
         await self._bucket.repo.put_namespace(fields)  # the client may have named it while the bucket was out of reach
-        return await self._bucket.repo.commit(
-            tenant,
-            request.id,
+        proposal = Proposal(
             namespace=fields,
-            lane=request.lane,
-            base_version=request.base_version,
-            links=request.blocks,
-            shards=[Shard.parse(text) for text in request.shards],
-            source=source,
+            base=request.base_version,
+            links=tuple(request.blocks),
+            shards=request.shards,
+            labels=request.labels or None,
+            ttl=request.ttl_s,
             write_id=request.write_id,
-            ttl_s=request.ttl_s,
-            labels=request.labels,
         )
+        return await self._bucket.repo.commit(tenant, request.id, request.lane, proposal, source)
 
     async def secure(self, tenant: str, request: api.Commit) -> bool:
         """Make the blocks of a commit outlive a kill -9, and protect them from eviction until `release`.

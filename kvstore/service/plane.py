@@ -14,7 +14,7 @@ from kvstore.clock import Clock
 from kvstore.errors import Denied, Invalid, KVTierError
 from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, prefix_id
 from kvstore.model import Copy
-from kvstore.repo.blocks import want
+from kvstore.repo import want
 from kvstore.service.registry import Registry
 from tiering import DramSlot, DramTier, Lease, Miss, Movers, Origin, Reach, Stack, Want
 
