@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvstore.cli import bucket, machine, output
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.embedded import DataOption, beside, data_folder, in_folder, used_by_up
 from kvstore.cli.machine import Finding
 from kvstore.cli.output import Format, FormatOption
 from kvstore.config import Settings
@@ -33,7 +33,10 @@ def doctor(
 
     Writes two small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
     """
-    failed = asyncio.run(_examine(read(config, settings).settings, data_folder(data), form))
+    folder, loaded = data_folder(data), read(config, settings)
+    if not loaded.settings.store.url and used_by_up(folder):
+        loaded = read(config, settings, in_folder(loaded, folder))
+    failed = asyncio.run(_examine(loaded.settings, folder, form))
     if failed:
         raise typer.Exit(EXIT_FAILED)
 

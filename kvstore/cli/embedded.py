@@ -12,10 +12,11 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import typer
 
-from kvstore.config import Settings
+from kvstore.config import Loaded, Settings
 from kvstore.objects.seaweed import SeaweedFS
 
 _STATE: Final = "store.json"
+DISK: Final = "2GiB"  # of the disk tier on a machine that was not sized for it
 
 DataOption: TypeAlias = Annotated[
     Path | None,
@@ -64,13 +65,24 @@ async def start(folder: Path) -> AsyncIterator[str]:
             state.unlink(missing_ok=True)
 
 
+def used_by_up(folder: Path) -> bool:
+    """Whether it is a data folder of `kvtier up` with a server of its own."""
+    return (folder / "store").is_dir()
+
+
+def in_folder(loaded: Loaded, folder: Path) -> dict[str, str]:
+    """Flags that put into the data folder what nobody configured to be elsewhere."""
+    ours = {"nvme.path": str(folder / "nvme"), "nvme.size": DISK, "node.socket": str(folder / "node.sock")}
+    return {name: value for name, value in ours.items() if loaded.origin[name] == "default"}
+
+
 @asynccontextmanager
 async def beside(settings: Settings, folder: Path) -> AsyncIterator[Settings]:
     """Settings of a command that opens the bucket itself.
 
     Where no store is configured and the folder is one of `kvtier up`, its server is meant: the running one, or one started now.
     """
-    if settings.store.url or not (folder / "store").is_dir():
+    if settings.store.url or not used_by_up(folder):
         yield settings
         return
     access = _running(folder)

@@ -12,7 +12,7 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, data_folder, start
+from kvstore.cli.embedded import DataOption, data_folder, in_folder, start
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL
 from kvstore.cli.running import LogOption, Ready, log_to_stderr, run_node
@@ -46,13 +46,11 @@ def up(
 async def _up(folder: Path, store: str, config: Path | None, flags: list[str] | None, form: Format) -> None:
     named = {"store.url": store} if store else {}
     loaded = read(config, flags, named)
-    ours = {"nvme.path": str(folder / "nvme"), "node.socket": str(folder / "node.sock")}
-    ours = {name: value for name, value in ours.items() if loaded.origin[name] == "default"}
     async with AsyncExitStack() as lifetime:
         if not loaded.settings.store.url:
             with output.waiting("starting SeaweedFS"):
                 named = {"store.url": await lifetime.enter_async_context(start(folder))}
-        final = read(config, flags, {**ours, **named}).settings
+        final = read(config, flags, {**in_folder(loaded, folder), **named}).settings
         await run_node(final, lambda ready: _announce(ready, folder, form))
 
 
