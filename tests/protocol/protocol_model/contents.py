@@ -65,13 +65,16 @@ CONFLICT = Answer()
 def answer(versions: Versions, history: int, base: int, mine: Content, rules: Rules) -> Answer:
     """Step 6. The head shows the current version and `history` older ones; `base` is the seq the commit was built on."""
     stored, current = versions[-1], len(versions) - 1
+    edited = Answer(write=with_copies(mine, stored) if rules.keeps_others_copies else mine)
+    if base == current:  # an edited or shortened continuation is an edit, not a conflict
+        return Answer(contained=True) if covers(stored, mine) and len(stored) == len(mine) else edited
     if _contained(stored, mine, rules):
         return Answer(contained=True)
     if extends(stored, mine):
         return Answer(write=with_copies(stored, mine))
     visible = base >= current - history
-    if base == current or not rules.stale_base_conflicts or (visible and extends(mine, stored) and _kept(versions, base, rules)):
-        return Answer(write=with_copies(mine, stored) if rules.keeps_others_copies else mine)
+    if not rules.stale_base_conflicts or (visible and extends(mine, stored) and _kept(versions, base, rules)):
+        return edited
     return CONFLICT
 
 

@@ -148,15 +148,21 @@ class MergeMachine:
             yield from self._read_head(s, i)
 
     def _commits(self, me: Writer, i: int) -> Iterator[Member]:
-        """What the engine may come up with next: one token more, or another last token."""
+        """What the engine may come up with next: one token more, another last token, or one less."""
         taken = {m.branch for m in me.group} if self.rules.branch_once_in_group else set[int]()
         for branch in self.config.charge[i]:
-            holds = me.known[branch].holds
-            for token in range(self.config.tokens) if branch not in taken else ():
-                held = [(*holds, token)] if len(holds) < self.config.length else []
-                held += [(*holds[:-1], token)] if holds and token != holds[-1] else []
-                for after in held:
-                    yield Member(branch, tuple(Block(t, self.config.shards[i]) for t in after))
+            if branch not in taken:
+                for after in self._continuations(me.known[branch].holds):
+                    yield Member(branch, tuple(Block(token, self.config.shards[i]) for token in after))
+
+    def _continuations(self, holds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        for token in range(self.config.tokens):
+            if len(holds) < self.config.length:
+                yield (*holds, token)
+            if holds and token != holds[-1]:
+                yield (*holds[:-1], token)
+        if len(holds) > 1:
+            yield holds[:-1]
 
     def _read_head(self, s: Log, i: int) -> Steps:
         me, who = s.writers[i], f"w{i}"
