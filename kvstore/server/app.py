@@ -1,0 +1,141 @@
+"""The HTTP face of a node. Until there are tokens it listens on loopback only, and refuses requests for another host's name."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from kvstore import api
+from kvstore.config import parse_address
+from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
+from kvstore.server.events import event_route
+from kvstore.server.inflight import InFlight
+from kvstore.server.limits import STANDARD, Limits
+from kvstore.server.metrics import Metrics
+from kvstore.server.ports import Service
+from kvstore.server.problems import Handler, problems
+from kvstore.server.routes import TENANT, call_routes
+from kvstore.server.streams import Blocks
+
+log = logging.getLogger(__name__)
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class HttpServer:
+    """Serves the HTTP API. Make one with `open`.
+
+    Attributes:
+        url: Where it listens, such as `http://127.0.0.1:7878`.
+    """
+
+    def __init__(self, url: str, runner: web.AppRunner, site: web.TCPSite) -> None:
+        self.url = url
+        self._runner = runner
+        self._site = site  # and with it the listening server: uvloop stops accepting when nobody holds it
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, service: Service, listen: str = "127.0.0.1:7878", *, limits: Limits = STANDARD, metrics: Metrics | None = None
+    ) -> AsyncIterator[Self]:
+        """Listen until the end of the block; then answer what was accepted, within `limits.drain`.
+
+        Args:
+            service: The node.
+            listen: `host:port`; port 0 takes a free one.
+            limits: Bounds.
+            metrics: Where requests are counted, and what `/metrics` shows besides the node's statistics.
+
+        Raises:
+            Invalid: The address is not on loopback.
+            AlreadyExists: The port is taken.
+        """
+        host, port = parse_address(listen)
+        if not _loopback(host):
+            raise Invalid(
+                f"node.listen is {listen!r}; without access tokens the HTTP API listens on loopback only: use 127.0.0.1:{port}"
+            )
+        in_flight = InFlight()
+        app = application(service, in_flight, limits, metrics or Metrics(), host)
+        # A handler is cancelled when its client goes away; `in_flight` knows what must go on all the same.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=float(limits.drain), handler_cancellation=True)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise AlreadyExists(f"{listen}: {error.strerror}", remedy="stop what listens there, or set [node] listen") from None
+            taken = runner.addresses[0][1]
+            yield cls(f"http://{f'[{host}]' if ':' in host else host}:{taken}", runner, site)
+        finally:
+            in_flight.stop()
+            await runner.cleanup()
+            await in_flight.drain(limits.drain)
+
+
+def application(service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, host: str) -> web.Application:
+    """The routes behind the checks that every request passes."""
+    app = web.Application(middlewares=[problems, _host_check(host), _at_most(limits.requests)], client_max_size=limits.body)
+    app.add_routes(call_routes(service, in_flight, metrics.observe))
+    app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
+    app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])
+    return app
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host_check(bound: str) -> Middleware:
+    """A page whose name was made to resolve to this machine sends that name: its requests are refused."""
+    allowed = _LOCAL_NAMES | {bound}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            name = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+        except ValueError:
+            name = None
+        if name not in allowed:
+            raise Denied("the Host header names another host than this one", remedy=f"use http://{bound} with the node's port")
+        return await handler(request)
+
+    return check
+
+
+def _at_most(limit: int) -> Middleware:
+    running = 0
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal running
+        if running >= limit:
+            raise Overloaded(f"{running} HTTP requests are being served; the limit is {limit}")
+        running += 1
+        try:
+            return await handler(request)
+        finally:
+            running -= 1
+
+    return count
+
+
+def _metrics(service: Service, metrics: Metrics) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        stats = await service.call(TENANT, "stats", api.Nothing())
+        assert isinstance(stats, api.Stats)
+        page, content_type = metrics.expose(stats, request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    return handle

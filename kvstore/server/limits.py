@@ -1,0 +1,38 @@
+"""Bounds of the faces: each protects the node from a client that is slow, broken or hostile."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from kvstore.config import Bytes, Seconds
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """See each; sizes in bytes, times in seconds.
+
+    Attributes:
+        connections: On the Unix socket at a time.
+        window: Write window of each connection.
+        leases: Blocks that one connection holds at a time; a read beyond them is a shorter run (`full`).
+        hello: How long a connection may take to say who it is.
+        stall: How long an answer may wait for a client that does not read.
+        drain: How long a stop waits for what was accepted.
+        requests: Of HTTP at a time, event streams included.
+        body: Of a JSON request.
+        upload: How long the body of a block may take to arrive.
+    """
+
+    connections: int = 64
+    window: Bytes = Bytes(64 << 20)
+    leases: int = 65_536
+    hello: Seconds = Seconds(5)
+    stall: Seconds = Seconds(30)
+    drain: Seconds = Seconds(30)
+    requests: int = 1024
+    body: Bytes = Bytes(64 << 20)
+    upload: Seconds = Seconds(60)
+
+
+STANDARD: Final = Limits()

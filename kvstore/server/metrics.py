@@ -1,0 +1,100 @@
+"""Metrics for Prometheus: base units, prefix `kvtier_`, never a session id as a label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from kvstore import api
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TIER_GAUGES: Final = {"used": "Payload bytes held or reserved.", "limit": "Payload bytes it may hold."}
+_TIER_COUNTS: Final = {
+    "hits": "Blocks found.",
+    "misses": "Blocks not found.",
+    "evictions": "Blocks evicted.",
+    "dropped": "Blocks not taken, for want of room or time.",
+    "corrupt": "Blocks whose bytes were not what they claim, quarantined.",
+}
+
+
+class Metrics:
+    """What the faces count themselves; the rest is the node's own statistics at the time of asking."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        labels = ["op", "outcome"]
+        self._requests = Counter("kvtier_requests", "Requests that ended.", labels, registry=self._registry)
+        self._seconds = Histogram("kvtier_request_seconds", "Time to an answer.", ["op"], buckets=_SECONDS, registry=self._registry)
+
+    def observe(self, op: str, outcome: str, seconds: float) -> None:
+        """See :class:`kvstore.server.observe.Observe`."""
+        self._requests.labels(op, outcome).inc()
+        self._seconds.labels(op).observe(seconds)
+
+    def expose(self, stats: api.Stats, accept: str) -> tuple[bytes, str]:
+        """The page, and its content type, in the format that the scraper accepts."""
+        encode, content_type = choose_encoder(accept)
+        node = CollectorRegistry()
+        node.register(NodeCollector(stats))
+        return encode(_Both(self._registry, node)), content_type
+
+
+class _Both(CollectorRegistry):
+    """Two registries as one page."""
+
+    def __init__(self, *parts: CollectorRegistry) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        for part in self._parts:
+            yield from part.collect()
+
+
+class NodeCollector(Collector):
+    """A node's statistics as metrics."""
+
+    def __init__(self, stats: api.Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family, with a sample for each label."""
+        stats = self._stats
+        yield InfoMetricFamily("kvtier_node", "This node.", {"node": stats.node, "version": stats.version})
+        yield GaugeMetricFamily("kvtier_uptime_seconds", "Since it was started.", stats.uptime_s)
+        yield GaugeMetricFamily("kvtier_leases", "Blocks that somebody reads.", stats.leases)
+        yield GaugeMetricFamily("kvtier_write_behind_bytes", "Published, and not yet on disk or in the bucket.", stats.queued_bytes)
+        yield GaugeMetricFamily("kvtier_restores_running", "Restores at work.", stats.restores)
+        yield from _tiers(stats.tiers)
+        commits = dict(stats.commits)
+        yield GaugeMetricFamily("kvtier_commits_pending", "Acknowledged here, not yet in the bucket.", commits.pop("pending", 0))
+        yield _counts("kvtier_commits", "Commits, by how they ended.", "outcome", commits)
+        yield _counts("kvtier_store_requests", "Requests to the bucket, by verb and status.", "op", stats.store_requests)
+
+
+def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
+    for field, about in _TIER_GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvtier_tier_{field}_bytes", about, labels=["tier"])
+        for name, tier in tiers.items():
+            gauge.add_metric([name], getattr(tier, field))
+        yield gauge
+    for field, about in _TIER_COUNTS.items():
+        yield _counts(f"kvtier_tier_{field}", about, "tier", {name: getattr(tier, field) for name, tier in tiers.items()})
+    moved = CounterMetricFamily("kvtier_tier_moved_bytes", "Bytes moved into and out of it.", labels=["tier", "direction"])
+    for name, tier in tiers.items():
+        moved.add_metric([name, "in"], tier.bytes_in)
+        moved.add_metric([name, "out"], tier.bytes_out)
+    yield moved
+
+
+def _counts(name: str, about: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, about, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,99 @@
+"""What the faces need of a node. :class:`kvstore.service.Service` is one; tests bring small ones of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+from kvstore import api
+from kvstore.ids import Link, Shard
+from tiering import Lease
+
+
+class Arena(Protocol):
+    """A tenant's read arena: shared memory that is sealed against writing."""
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, handed to the tenant's clients."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        ...
+
+
+class Room(Protocol):
+    """A place for one block's payload. Exactly one of `publish` and `abort` ends it."""
+
+    @property
+    def payload(self) -> memoryview:
+        """Writable, and exactly as long as the payload."""
+        ...
+
+    async def publish(self) -> bool:
+        """Digest what was written, and make it visible."""
+        ...
+
+    def abort(self) -> None:
+        """Give the room back."""
+        ...
+
+
+class Plane(Protocol):
+    """The data plane, as :class:`kvstore.service.plane.Plane` documents it."""
+
+    def allowed(self, uid: int, tenant: str) -> bool:
+        """Whether a local user may act for a tenant."""
+        ...
+
+    def arena(self, tenant: str) -> Arena:
+        """The tenant's arena."""
+        ...
+
+    async def get(
+        self, tenant: str, namespace: str, shard: Shard, links: Sequence[Link], *, deadline_ms: int, reach: str
+    ) -> tuple[list[Lease], str]:
+        """The leading run, and why it ended."""
+        ...
+
+    async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:
+        """Room for a payload; None where there is none."""
+        ...
+
+    async def payload_bytes(self, tenant: str, namespace: str, shard: Shard, tokens: int) -> int:
+        """Length of a payload."""
+        ...
+
+    @property
+    def run(self) -> Callable[..., Awaitable[object]]:
+        """Runs a function on the mover threads, to its real end also when the caller is cancelled."""
+        ...
+
+
+class Service(Protocol):
+    """The calls of a node."""
+
+    @property
+    def node_id(self) -> str:
+        """Shown in answers."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Of kvtier."""
+        ...
+
+    @property
+    def plane(self) -> Plane:
+        """Its data plane."""
+        ...
+
+    async def call(self, tenant: str, name: str, request: api.Request) -> api.Answer:
+        """One call of :data:`kvstore.api.CALLS`. Raises `KVTierError`."""
+        ...
+
+    def watch(self, tenant: str, restore_id: str) -> AsyncIterator[api.RestoreStatus]:
+        """Every change of a restore's status, the last one included. Raises `NotFound`."""
+        ...

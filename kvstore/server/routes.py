@@ -1,0 +1,97 @@
+"""The calls of :data:`kvstore.api.CALLS` as HTTP routes: path, query and JSON body together are the request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, get_origin
+
+import msgspec
+from aiohttp import web
+
+from kvstore import api
+from kvstore.errors import Invalid
+from kvstore.server.inflight import InFlight
+from kvstore.server.observe import Observe, observed
+from kvstore.server.ports import Service
+from kvstore.server.problems import Handler
+
+TENANT: Final = "default"  # until there are tokens, HTTP serves this one
+_UNREADY: Final = 503
+_PARAMETER: Final = re.compile(r"\{(\w+)\}")
+
+
+def call_routes(service: Service, in_flight: InFlight, observe: Observe) -> list[web.RouteDef]:
+    """A route for every call."""
+    return [
+        web.route(call.method, pattern(call.path), _handler(call, service, in_flight, observe), name=call.name)
+        for call in api.CALLS
+    ]
+
+
+def pattern(path: str) -> str:
+    """A path of the table for aiohttp. A parameter may be empty: the call then says what is wrong, instead of a bare 404."""
+    return _PARAMETER.sub(r"{\1:[^{}/]*}", path)
+
+
+def _handler(call: api.Call, service: Service, in_flight: InFlight, observe: Observe) -> Handler:
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(call.request)}
+
+    async def handle(request: web.Request) -> web.Response:
+        with observed(observe, call.name):
+            fields = await _fields(request, types, call.name)
+            answer = await in_flight.run(call.name, service.call(TENANT, call.name, _convert(fields, call)))
+        unready = isinstance(answer, api.Health) and not answer.ok
+        return web.Response(
+            body=msgspec.json.encode(answer), status=_UNREADY if unready else call.status, content_type="application/json"
+        )
+
+    return handle
+
+
+async def _fields(request: web.Request, types: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Everything the request says, by field. Raises `Invalid` for an unknown field, or one that is said twice differently."""
+    fields: dict[str, Any] = dict(request.match_info)
+    said = {**_query(request, types, name), **await _body(request)}
+    for field, value in said.items():
+        if field not in types:
+            raise Invalid(f"unknown field {field[:64]!r} of {name}; known: {', '.join(types)}")
+        if fields.setdefault(field, value) != value:
+            raise Invalid(f"{field} in the path and {field} in the request differ")
+    return fields
+
+
+def _query(request: web.Request, types: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in request.query:
+        kind = types.get(field)
+        value = request.query.getall(field) if get_origin(kind) in {list, tuple} else request.query[field]
+        try:
+            found[field] = value if kind is None else msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise Invalid(f"{name}: query parameter {field}: {error}") from None
+    return found
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """The JSON object; {} where there is no body. Its size is bounded by the application."""
+    if request.method not in {"POST", "PUT"}:
+        return {}
+    # A page of another site can only send what needs no permission of ours, and JSON is not among it. So it is required even
+    # where there is nothing to say.
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(reason="the content type must be application/json")
+    try:
+        body = msgspec.json.decode(await request.read() or b"{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Invalid(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Invalid("the body must be a JSON object")
+    return body
+
+
+def _convert(fields: dict[str, Any], call: api.Call) -> api.Request:
+    try:
+        return msgspec.convert(fields, call.request)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Invalid(f"{call.name}: {error}") from None
