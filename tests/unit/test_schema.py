@@ -1,6 +1,5 @@
 """What is generated follows from the code, and is valid in its own language."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -73,7 +72,7 @@ def test_openapi_has_every_call_and_every_parameter():
 
 
 async def test_openapi_has_every_route_of_the_server():
-    app = application(Mock(), Limits(), Metrics(), "127.0.0.1", asyncio.Event())
+    app = application(service=Mock(), in_flight=Mock(), limits=Limits(), metrics=Metrics(), host="127.0.0.1")
     served = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
