@@ -1,0 +1,86 @@
+"""`kvtier fsck`: does the bucket hold what its heads name? Opens the store itself and needs no node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvstore.cli import output
+from kvstore.cli.config import ConfigOption, SetOption, read
+from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.output import Format, FormatOption
+from kvstore.clock import RandomIds, SystemClock
+from kvstore.config import Settings, StorageUrl
+from kvstore.errors import EXIT_FAILED, Unsupported
+from kvstore.keys import Keys
+from kvstore.node import open_store
+from kvstore.objects import RetryingStore
+from kvstore.repo import Repo, RepoSettings
+from kvstore.repo.fsck import Report
+from kvstore.repo.fsck import fsck as check
+from tiering import Movers
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def fsck(
+    *,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what may be mended; a version that lost a block is cut.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also read every named block and verify its digests.")] = False,
+    data: DataOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """Check the bucket itself, without a node, and repair what may be repaired.
+
+    Safe beside live nodes. Ends with 1 where something that a session names is missing or damaged.
+    """
+    report = asyncio.run(_check(read(config, settings).settings, data_folder(data), repair=repair, deep=deep))
+    if form is Format.json:
+        output.print_json({**msgspec.structs.asdict(report), "clean": report.clean})
+    else:
+        _print(report, repair=repair)
+    if not report.clean:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _check(settings: Settings, folder: Path, *, repair: bool, deep: bool) -> Report:
+    clock, ids = SystemClock(), RandomIds()
+    async with beside(settings, folder) as found:
+        if not found.store.url:
+            remedy = "set store.url, or name the folder of `kvtier up` with --data"
+            raise Unsupported("there is no bucket to check: store.url is not set", remedy=remedy)
+        url = StorageUrl.parse(found.store.url)
+        with output.waiting(f"checking {found.store.url}"):
+            async with open_store(url, found.store, clock) as store, Movers.open() as movers:
+                retrying = RetryingStore(store, clock, ids)
+                async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, RepoSettings(init=False)) as repo:
+                    return await check(repo, deep=deep, repair=repair)
+
+
+def _print(report: Report, *, repair: bool) -> None:
+    output.print_fields(
+        {
+            "epoch": report.epoch,
+            "heads": f"{report.heads:,}, {report.dead_heads:,} of them dead",
+            "sessions": f"{report.branches:,}, {report.unnamed_branches:,} of them without a name (they expire)",
+            "names": f"{report.names:,}, {report.dangling_names:,} of them dangling",
+            "manifests": f"{report.manifests:,}, and {report.garbage_manifests:,} for the next collections",
+            "blocks": f"{report.blocks:,} ({output.size(report.bytes)}), "
+            f"and {report.garbage_blocks:,} ({output.size(report.garbage_bytes)}) that nothing names",
+        }
+    )
+    for finding in report.findings:
+        typer.echo(f"{finding.severity}: {finding.kind}: {finding.key}{f': {finding.detail}' if finding.detail else ''}")
+    for line in report.repaired:
+        typer.echo(f"repaired: {line}")
+    if report.clean:
+        typer.secho("clean: everything that a session names is there", fg="green")
+    elif not repair:
+        typer.echo("`kvtier fsck --repair` mends what may be mended", err=True)
