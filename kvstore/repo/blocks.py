@@ -1,0 +1,222 @@
+"""Blocks as the hierarchy sees them: the bucket as the origin behind every tier. What it hands over has been verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvstore import codec
+from kvstore.errors import Corrupt, KVTierError, Unavailable
+from kvstore.ids import BlockName, Namespace
+from kvstore.model import Copy
+from kvstore.objects.base import Absent, Got, Unchanged
+from kvstore.objects.gate import ByteGate
+from kvstore.repo.epochs import Epochs
+from kvstore.repo.root import FIRST_EPOCH, Root, Run
+from kvstore.repo.together import together
+from kvstore.repo.uploads import Uploads
+from tiering import Lease, Miss, Want
+
+_MOST_PROBES: Final = 64  # in one step of the gallop
+_BEHIND: Final = 32  # copies to a newer generation under way; more is dropped
+_LIST_S: Final = 0.1  # a listing is not begun with less time left than this
+_PATIENCE_S: Final = 120.0
+
+
+class BlockWant(msgspec.Struct, frozen=True):
+    """What the origin needs to find a block: the `ref` of a :class:`tiering.Want`.
+
+    Attributes:
+        name: Which block.
+        namespace: Its fields: they bound every length.
+        copy: Where a manifest, or an earlier answer, says it is.
+        until: A point on the monotonic clock; if it leaves time, generations that nobody named are listed and used too.
+    """
+
+    name: BlockName
+    namespace: Namespace
+    copy: Copy | None = None
+    until: float | None = None
+
+
+def want(namespace: Namespace, name: BlockName, copy: Copy | None = None, *, until: float | None = None) -> Want:
+    """How to ask the hierarchy for a block."""
+    size = codec.layout(namespace, name.shard, name.tokens).raw_bytes
+    return Want(name.tier_key, size, BlockWant(name, namespace, copy, until))
+
+
+class BucketOrigin:
+    """Reads, offers and looks up blocks of the bucket. See :class:`tiering.Origin`.
+
+    Args:
+        root: Where.
+        epochs: For generations.
+        uploads: What is known of blocks, and how they get there.
+        run: Verifies and decodes on a thread.
+        expects_raw: Whether objects of unknown size are most likely raw.
+        inflight: Most bytes of coded objects held while they are decoded.
+    """
+
+    name = "bucket"
+
+    def __init__(self, root: Root, epochs: Epochs, uploads: Uploads, run: Run, *, expects_raw: bool, inflight: int) -> None:
+        self._root, self._epochs, self._uploads, self._run = root, epochs, uploads, run
+        self._expects_raw, self._gate = expects_raw, ByteGate(inflight, _PATIENCE_S)
+        self._behind: set[asyncio.Task[Any]] = set()
+        self.counts: Counter[str] = Counter()
+
+    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+        """Fill `into` with the verified raw object.
+
+        A named copy is read at once, and looked for under its other generations when it is gone: two requests for a block that
+        is not there. Otherwise the generations e and e-1 are tried.
+        """
+        ref = want.ref
+        if not isinstance(ref, BlockWant):
+            return Miss.ABSENT
+        try:
+            miss = await self._fetch(ref, into)
+        except KVTierError as error:
+            self.counts[f"failed_{error.kind}"] += 1
+            return Miss.TIMEOUT if error.kind == "timeout" else Miss.UNAVAILABLE
+        self.counts["hits" if miss is None else miss.value] += 1
+        return miss
+
+    async def offer(self, want: Want, value: Lease) -> bool:
+        """Upload a block that no session names, at the current epoch. False where too much is in flight, or the store fails."""
+        ref = want.ref
+        if not isinstance(ref, BlockWant):
+            return False
+        try:
+            return await self._uploads.offer(ref.name, ref.namespace, await self._epochs.recent(), value)
+        except KVTierError as error:
+            self.counts[f"offer_{error.kind}"] += 1
+            return False
+
+    async def contains(self, wants: Sequence[Want]) -> int:
+        """Length of the leading run that is in the bucket; each is looked at, in steps that double, until the first miss."""
+        run, step = 0, 1
+        try:
+            while run < len(wants):
+                found = await together(self._holds, wants[run : run + step], limit=_MOST_PROBES)
+                if False in found:
+                    return run + found.index(False)
+                run, step = run + len(found), min(step * 2, _MOST_PROBES)
+        except KVTierError as error:
+            self.counts[f"failed_{error.kind}"] += 1
+        return run
+
+    async def inspect(self, want: Want) -> Miss | None:
+        """Whether exactly the named copy is there and sound; its bytes are thrown away. Raises as the store does."""
+        ref = want.ref
+        if not isinstance(ref, BlockWant) or ref.copy is None:
+            return Miss.ABSENT
+        return await self._read(ref, ref.copy, memoryview(bytearray(want.size)))
+
+    async def aclose(self) -> None:
+        """Wait for copies under way."""
+        await asyncio.gather(*self._behind, return_exceptions=True)
+
+    # --- inside ---
+
+    async def _holds(self, want: Want) -> bool:
+        ref = want.ref
+        if not isinstance(ref, BlockWant):
+            return False
+        if ref.copy is not None:
+            return not isinstance(await self._root.store.head(self._uploads.key(ref.name, ref.copy.gen)), Absent)
+        return await self._uploads.probe(ref.name, ref.namespace, await self._epochs.recent()) is not None
+
+    async def _fetch(self, ref: BlockWant, into: memoryview) -> Miss | None:
+        named = ref.copy or self._uploads.known(ref.name)
+        if named is not None:
+            likely = [named]
+        else:
+            epoch = await self._epochs.recent()
+            likely = [Copy(0, gen, 0, 0) for gen in range(epoch, max(FIRST_EPOCH, epoch - 1) - 1, -1)]
+        miss = await self._first_sound(ref, likely, into)
+        if miss is None or not (named is not None or self._has_time(ref)):
+            return miss
+        tried = {copy.gen for copy in likely}
+        others = [copy for copy in await self._uploads.generations(ref.name) if copy.gen not in tried]
+        second = await self._first_sound(ref, others, into)
+        return None if second is None else _worse(miss, second)
+
+    async def _first_sound(self, ref: BlockWant, copies: Sequence[Copy], into: memoryview) -> Miss | None:
+        worst = Miss.ABSENT
+        for copy in copies:
+            miss = await self._read(ref, copy, into)
+            if miss is None:
+                return None
+            worst = _worse(miss, worst)
+        return worst
+
+    def _has_time(self, ref: BlockWant) -> bool:
+        return ref.until is not None and self._root.clock.monotonic() + _LIST_S < ref.until
+
+    async def _read(self, ref: BlockWant, copy: Copy, into: memoryview) -> Miss | None:
+        """One generation of a block."""
+        name, key = ref.name, self._uploads.key(ref.name, copy.gen)
+        try:
+            in_place = copy.bytes == into.nbytes or (copy.bytes == 0 and self._expects_raw)
+            got = await self._read_raw(ref, key, into) if in_place else await self._read_coded(ref, key, into)
+        except Corrupt:
+            self._uploads.forget(name, copy.gen, bad=True)
+            self.counts["corrupt_reads"] += 1
+            return Miss.CORRUPT
+        if got is None:
+            self._uploads.forget(name, copy.gen)
+            return Miss.ABSENT
+        sound = Copy(0, copy.gen, got.size, copy.header_bytes)
+        self._uploads.learn(name, sound)
+        if ref.copy is None and copy.gen < self._epochs.latest:
+            self._spawn(self._renew(name, sound))
+        return None
+
+    async def _read_raw(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
+        """Straight into the destination. Whoever repaired the object may have coded it otherwise: then it is decoded after all."""
+        try:
+            got = await self._root.store.get(key, into=into)
+        except Corrupt:  # longer than the raw object
+            return await self._read_coded(ref, key, into)
+        if isinstance(got, Absent | Unchanged):
+            return None
+        if got.size == into.nbytes:
+            await self._run(codec.verify, into, ref.name, ref.namespace)
+        else:
+            await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into)
+        return got
+
+    async def _read_coded(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
+        limit = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens).stored_limit
+        async with self._gate.hold(limit):
+            got = await self._root.store.get(key, into=np.empty(limit, np.uint8).data)  # touched only as far as it is filled
+            if isinstance(got, Absent | Unchanged):
+                return None
+            await self._run(codec.decode, got.data, ref.name, ref.namespace, into)
+        return got
+
+    async def _renew(self, name: BlockName, copy: Copy) -> None:
+        """Copy a useful anonymous block to the newest known epoch, so that it outlives the next collections."""
+        try:
+            await self._uploads.renew(name, copy, self._epochs.latest)
+        except Unavailable as error:
+            self.counts[f"renew_{error.kind}"] += 1
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._behind) >= _BEHIND:
+            work.close()
+            self.counts["renew_dropped"] += 1
+            return
+        task = asyncio.create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+
+def _worse(one: Miss, other: Miss) -> Miss:
+    return Miss.CORRUPT if Miss.CORRUPT in {one, other} else one

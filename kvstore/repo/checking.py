@@ -1,0 +1,276 @@
+"""Does the bucket hold what its heads name? One pass over everything under a root, while others work on it."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from kvstore.errors import Corrupt, Invalid
+from kvstore.ids import BlockName, Namespace, NamespaceId, Shard
+from kvstore.model import Copy, Head, Manifest
+from kvstore.objects.base import Absent, ObjectMeta
+from kvstore.repo.blocks import want
+from kvstore.repo.heads import versions_of
+from kvstore.repo.repository import Repo
+from kvstore.repo.together import together
+from tiering import Miss
+
+MAX_FINDINGS: Final = 10_000
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is not as it should be. A `note` harms nobody."""
+
+    kind: str
+    key: str
+    detail: str = ""
+    severity: Literal["error", "note"] = "error"
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What is under a root.
+
+    Attributes:
+        unnamed_branches: Branches no name leads to: a create or fork stopped halfway. They expire.
+        dangling_names: Names whose branch is gone; they stay (about 200 bytes each).
+        garbage_blocks: Blocks nothing names: anonymous ones, and those the next collections take.
+        findings: At most 10,000.
+        repaired: What was done, one line each.
+    """
+
+    epoch: int = 0
+    heads: int = 0
+    dead_heads: int = 0
+    branches: int = 0
+    unnamed_branches: int = 0
+    names: int = 0
+    dangling_names: int = 0
+    manifests: int = 0
+    garbage_manifests: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    garbage_blocks: int = 0
+    garbage_bytes: int = 0
+    findings: list[Finding] = []
+    repaired: list[str] = []
+
+    @property
+    def clean(self) -> bool:
+        """Whether everything that is named is there."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A block that a manifest of some head names."""
+
+    head: str
+    manifest: str
+    index: int
+    name: BlockName
+    copy: Copy
+
+
+class Check:
+    """One run.
+
+    Attributes:
+        report: What was found.
+        sound: For each manifest key that is damaged, how many leading blocks are sound; -1 where it is absent or unreadable.
+        bad: Named copies that are missing or corrupt.
+        heads: By key, as they were read.
+        nameless: (head key, branch id) of branches without name and TTL, older than the grace.
+    """
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo, self._root, self._keys = repo, repo.root, repo.root.keys
+        self.report = Report()
+        self.sound: dict[str, int] = {}
+        self.bad: list[Named] = []
+        self.nameless: list[tuple[str, str]] = []
+        self.heads: dict[str, Head] = {}
+        self._manifests: set[str] = set()
+        self._blocks: dict[str, Named] = {}
+
+    async def run(self, *, deep: bool, grace: float) -> Report:
+        """Heads, then what they name, then what is there, then the names."""
+        self.report.epoch = (await self._repo.epochs.read()).epoch
+        async for page in self._root.store.list(self._keys.heads()):
+            await together(self._head, [meta.key for meta in page])
+        await together(self._named_by, list(self.heads.items()))
+        await self._stored_manifests()
+        await self._stored_blocks(deep=deep)
+        await self._names(await self._root.store.now() - grace)
+        return self.report
+
+    def find(self, kind: str, key: str, detail: str = "", severity: Literal["error", "note"] = "error") -> None:
+        """Note something."""
+        if len(self.report.findings) < MAX_FINDINGS:
+            self.report.findings.append(Finding(kind=kind, key=key, detail=detail, severity=severity))
+
+    def manifest_key(self, head_key: str, name: str) -> str:
+        """Key of a manifest that a head names."""
+        tenant, family = self._keys.parse_head(head_key) or ("", "")
+        return self._keys.manifest_of(tenant, family, name)
+
+    # --- heads and manifests ---
+
+    async def _head(self, key: str) -> None:
+        if self._keys.parse_head(key) is None:
+            self.find("foreign_key", key, severity="note")
+            return
+        try:
+            position = await self._repo.heads.read(key)
+        except Corrupt as error:
+            self.find("head_unreadable", key, error.message)
+            return
+        if position is not None:
+            self.heads[key] = position.head
+            self.report.heads += 1
+            self.report.dead_heads += position.head.dead
+            self.report.branches += len(position.head.branches)
+
+    async def _named_by(self, entry: tuple[str, Head]) -> None:
+        key, head = entry
+        longest = _longest(head)
+        for name, n in longest.items():
+            manifest_key = self.manifest_key(key, name)
+            self._manifests.add(manifest_key)
+            try:
+                manifest = await self._repo.manifests.fetch(manifest_key)
+            except Corrupt as error:
+                self.sound[manifest_key] = -1
+                self.find("manifest_unreadable", manifest_key, error.message)
+                continue
+            if manifest is not None and len(manifest.blocks) >= n:
+                self._expect(key, manifest_key, manifest, n)
+            elif await self._still_named(key, name):
+                self.sound[manifest_key] = -1
+                self.find("manifest_missing" if manifest is None else "manifest_short", manifest_key, f"named by {key}")
+
+    def _expect(self, head: str, manifest_key: str, manifest: Manifest, n: int) -> None:
+        for index, block in enumerate(manifest.blocks[:n]):
+            if not block.copies:
+                self.find("block_without_copies", manifest_key, f"block {index}")
+            for copy in block.copies:
+                shard = manifest.shards[copy.shard]
+                name = BlockName(manifest.namespace, Shard.parse(shard), block.prefix_id, block.tokens)
+                key = self._keys.block(manifest.namespace, shard, block.prefix_id, copy.gen)
+                self._blocks[key] = Named(head, manifest_key, index, name, copy)
+
+    async def _still_named(self, head_key: str, manifest: str) -> bool:
+        """Whether a head names it even now: others commit while we look."""
+        position = await self._repo.heads.read(head_key)
+        return position is not None and manifest in _longest(position.head)
+
+    async def _stored_manifests(self) -> None:
+        async for page in self._root.store.list(self._keys.manifests()):
+            for meta in page:
+                self.report.manifests += 1
+                if self._keys.parse_manifest(meta.key) is None:
+                    self.find("foreign_key", meta.key, severity="note")
+                elif meta.key not in self._manifests:
+                    self.report.garbage_manifests += 1
+
+    # --- blocks ---
+
+    async def _stored_blocks(self, *, deep: bool) -> None:
+        unseen, odd = set(self._blocks), []
+        async for page in self._root.store.list(self._keys.blocks):
+            for meta in page:
+                self._stored_block(meta)
+                named = self._blocks.get(meta.key)
+                unseen.discard(meta.key)
+                if named is not None and (deep or meta.size != named.copy.bytes):
+                    odd.append((meta, named))
+        await together(self._missing, sorted(unseen))
+        await together(self._inspect, odd, limit=4)
+
+    def _stored_block(self, meta: ObjectMeta) -> None:
+        self.report.blocks += 1
+        self.report.bytes += meta.size
+        if self._keys.parse_block(meta.key) is None:
+            self.find("foreign_key", meta.key, severity="note")
+        elif meta.key not in self._blocks:
+            self.report.garbage_blocks += 1
+            self.report.garbage_bytes += meta.size
+
+    async def _missing(self, key: str) -> None:
+        named = self._blocks[key]
+        if not isinstance(await self._root.store.head(key), Absent):
+            return  # it was stored while the listing went on
+        if await self._still_named(named.head, named.manifest.rpartition("/")[2]):
+            self._damaged("block_missing", key, named, f"block {named.index} of {named.manifest}")
+
+    async def _inspect(self, entry: tuple[ObjectMeta, Named]) -> None:
+        """Read a block whose size is not the stated one, or every one when the check is deep."""
+        meta, named = entry
+        fields = await self._fields(named.name.namespace)
+        if fields is None:
+            self.find("namespace_missing", self._keys.namespace(named.name.namespace), "its blocks could not be verified")
+            return
+        try:
+            miss = await self._repo.origin.inspect(want(fields, named.name, named.copy))
+        except Invalid as error:
+            self._damaged("block_corrupt", meta.key, named, error.message)
+            return
+        if miss is Miss.CORRUPT:
+            self._damaged("block_corrupt", meta.key, named, f"block {named.index} of {named.manifest}")
+        elif miss is None and meta.size != named.copy.bytes:
+            self.find("block_resized", meta.key, f"{meta.size} bytes where {named.copy.bytes} are stated; sound", severity="note")
+
+    async def _fields(self, namespace: NamespaceId) -> Namespace | None:
+        try:
+            return await self._root.namespace(namespace)
+        except Corrupt:
+            return None
+
+    def _damaged(self, kind: str, key: str, named: Named, detail: str) -> None:
+        self.bad.append(named)
+        self.sound[named.manifest] = min(named.index, self.sound.get(named.manifest, named.index))
+        self.find(kind, key, detail)
+
+    # --- names ---
+
+    async def _names(self, before: float) -> None:
+        meant: set[tuple[str, str]] = set()
+        async for page in self._root.store.list(f"{self._keys.root}names/"):
+            meant.update(filter(None, await together(self._name, [meta.key for meta in page])))
+        for key, head in self.heads.items():
+            for branch_id, branch in head.branches.items():
+                if (key, branch_id) not in meant:
+                    self.report.unnamed_branches += 1
+                    if not branch.expires and branch.at < before:
+                        self.nameless.append((key, branch_id))
+                        self.find("branch_unnamed", key, f"branch {branch_id} has no name and no expiry", severity="note")
+
+    async def _name(self, key: str) -> tuple[str, str] | None:
+        """(head key, branch) that a name means, if that branch lives."""
+        if self._keys.parse_name(key) is None:
+            self.find("foreign_key", key, severity="note")
+            return None
+        self.report.names += 1
+        try:
+            held = await self._repo.finder.names.read(key)
+        except Corrupt as error:
+            self.find("name_unreadable", key, error.message)
+            return None
+        if held is None:
+            return None
+        tenant = key.removeprefix(f"{self._keys.root}names/").partition("/")[0]
+        head_key = f"{self._keys.heads()}{tenant}/{held.name.family}"
+        head = self.heads.get(head_key)
+        if head is None or held.name.branch not in head.branches:
+            self.report.dangling_names += 1
+            return None
+        return head_key, held.name.branch
+
+
+def _longest(head: Head) -> dict[str, int]:
+    """Every manifest that a head names, with the most blocks it names of it."""
+    longest: dict[str, int] = {}
+    for branch in head.branches.values():
+        for version in versions_of(branch):
+            if version.manifest:
+                longest[version.manifest] = max(version.n, longest.get(version.manifest, 0))
+    return longest

@@ -1,0 +1,260 @@
+"""The commit of docs/ordering.md, steps 3 to 6: what a session's next version is, made of one head at one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from blake3 import blake3
+
+from kvstore.errors import Conflict, Gone, NotFound
+from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard
+from kvstore.model import Branch, Copy, Head, Manifest
+from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, grows, links_of, tokens_of, unfold
+from kvstore.repo.families import Addition, Edit, MovedError, Settled
+from kvstore.repo.heads import next_version, renewed, versions_of
+from kvstore.repo.manifests import Manifests
+from kvstore.repo.root import Root
+from kvstore.repo.uploads import Uploads, Wanted
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody wants a session's next version to be.
+
+    Attributes:
+        namespace: Of its blocks.
+        base: The version it was built on.
+        links: The whole prefix, in order; only the last block may be partial.
+        shards: Every block is stored for all of these.
+        labels: None keeps those of the version before.
+        ttl: Seconds; None keeps the session's.
+        write_id: Makes a repetition of this commit the same commit; "" where it is not repeated.
+    """
+
+    namespace: Namespace
+    base: int
+    links: tuple[Link, ...]
+    shards: tuple[str, ...]
+    labels: dict[str, str] | None = None
+    ttl: int | None = None
+    write_id: str = ""
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that holds the proposal, or its beginning (`cut`)."""
+
+    version: int
+    tokens: int
+    blocks: int
+    cut: bool = False
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """What commits write to."""
+
+    root: Root
+    manifests: Manifests
+    uploads: Uploads
+    history: int
+
+
+class Commit:
+    """One branch's commit, as a member of a group. See :class:`kvstore.repo.families.Change`.
+
+    Args:
+        ledger: Where it is written.
+        tenant: Whose.
+        family: Of the branch.
+        branch: Its id.
+        proposal: What it should become.
+        source: Bytes on this node.
+        start: The branch to begin with where it does not exist yet; None: then it is `Gone`.
+        elsewhere: Copies that another family names, to be brought to this one inside the store (R6).
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tenant: str,
+        family: str,
+        branch: str,
+        proposal: Proposal,
+        source: Source,
+        start: Branch | None = None,
+        elsewhere: Sequence[Block] = (),
+    ) -> None:
+        self._ledger, self._tenant, self._family, self._branch = ledger, tenant, family, branch
+        self._proposal, self._source, self._start = proposal, source, start
+        self._elsewhere = {(block.link.prefix_id, shard): copy for block in elsewhere for shard, copy in block.copies.items()}
+        self._cut = cutter(proposal.namespace, proposal.shards, source)
+        self.branches = frozenset({branch})
+        self.write_id = scoped(branch, proposal.write_id)
+
+    async def decide(self, head: Head) -> Settled[Committed] | Edit[Committed] | Addition[Committed]:
+        """Step 6: what of this head is kept, and whether anything is added.
+
+        Raises:
+            Conflict: The stored version is neither the base, nor contains the proposal, nor grew from the base towards it.
+            Gone: There is no such branch.
+        """
+        want, branch = self._proposal, head.branches.get(self._branch, self._start)
+        if branch is None or head.dead:
+            raise Gone("this session was deleted, or it expired")
+        manifest = await self._manifest(branch.manifest)
+        stored = unfold(manifest, branch.n)
+        have = links_of(stored)
+        run = common(have, want.links)
+        whole = all(block.copies.keys() >= set(want.shards) for block in stored[:run])
+        merging = False
+        if branch.seq == want.base:  # an edited continuation is an edit, not a conflict
+            same = run == len(have) == len(want.links) and whole
+            if same and manifest is not None and (want.labels is None or want.labels == manifest.labels):
+                return Settled(self._contained(branch.seq))
+        elif want.base < branch.seq and await covers(have, want.links, self._cut):
+            if whole:
+                return Settled(self._contained(branch.seq))
+            merging = True
+        elif not (want.base < branch.seq and await covers(want.links, have, self._cut) and await self._grew(branch)):
+            raise Conflict(f"the session is at version {branch.seq}, not {want.base}", current=branch.seq)
+
+        async def build(epoch: int) -> Edit[Committed] | Settled[Committed]:
+            keep = stored if merging else stored[:run]
+            return await self._build(head, branch, manifest, keep, range(run if merging else len(want.links)), epoch)
+
+        return Addition(build)
+
+    async def ahead(self, head: Head, epoch: int) -> None:
+        """Store blocks before the head is ours to change, so that the swap is short. What comes of it is a guess, not a promise.
+
+        Args:
+            head: As it was last seen; without the branch where it does not exist yet.
+            epoch: As it was last seen.
+
+        Raises:
+            NotFound: The branch is to be made, and the bytes of its first block are nowhere.
+        """
+        branch = head.branches.get(self._branch, self._start)
+        if branch is None:
+            return
+        key = self._ledger.root.keys.manifest(self._tenant, self._family, branch.manifest) if branch.manifest else ""
+        manifest = self._ledger.manifests.known(key) if key else None
+        if key and manifest is None:
+            return
+        stored, links = unfold(manifest, branch.n), self._proposal.links
+        keep = stored[: common(links_of(stored), links)]
+        blocks = await self._secured(head, keep, range(len(links)), epoch)
+        if links and not blocks and self._branch not in head.branches:
+            raise _bytes_are_gone()
+
+    async def landed(self, head: Head) -> Committed:
+        """The version that this commit made in an earlier life: the first one that holds it."""
+        branch = head.branches.get(self._branch)
+        if branch is None:
+            raise Gone("this commit has landed, and the session was deleted since, or it expired", landed=1)
+        links = self._proposal.links
+        for version in reversed(versions_of(branch)):
+            if version.seq > self._proposal.base:
+                stored = links_of(unfold(await self._manifest(version.manifest), version.n))
+                if await covers(stored, links, self._cut):
+                    return self._contained(version.seq)
+        kept = links[: common(links_of(unfold(await self._manifest(branch.manifest), branch.n)), links)]
+        return Committed(version=branch.seq, tokens=tokens_of(kept), blocks=len(kept), cut=True)
+
+    # --- inside ---
+
+    def _contained(self, version: int) -> Committed:
+        links = self._proposal.links
+        return Committed(version=version, tokens=tokens_of(links), blocks=len(links))
+
+    async def _manifest(self, name: str) -> Manifest | None:
+        if not name:
+            return None
+        found = await self._ledger.manifests.get(self._ledger.root.keys.manifest(self._tenant, self._family, name))
+        if found is None:
+            raise MovedError(name)
+        return found
+
+    async def _grew(self, branch: Branch) -> bool:
+        """Whether the branch only grew since the base: no edit and no rewind in between, as far as its history tells."""
+        base = self._proposal.base
+        versions = [version for version in reversed(versions_of(branch)) if version.seq >= max(base, 1)]
+        if [version.seq for version in versions] != list(range(max(base, 1), branch.seq + 1)):
+            return False
+        return await grows([links_of(unfold(await self._manifest(v.manifest), v.n)) for v in versions], self._cut)
+
+    async def _build(
+        self, head: Head, branch: Branch, manifest: Manifest | None, keep: Sequence[Block], span: range, epoch: int
+    ) -> Edit[Committed] | Settled[Committed]:
+        """Steps 3 and 4: store what is missing of the proposal's blocks in `span`, then the manifest."""
+        want, ledger = self._proposal, self._ledger
+        blocks = await self._secured(head, keep, span, epoch)
+        cut = len(blocks) < len(span)
+        if cut and not blocks and not keep:
+            raise NotFound(
+                "the bytes of this commit's first block are neither on this node nor in the bucket",
+                remedy="publish the blocks again",
+            )
+        result = [*blocks, *keep[len(blocks) :]]
+        kept = want.links[: len(blocks)] if cut else want.links
+        done = Committed(version=branch.seq + 1, tokens=tokens_of(kept), blocks=len(kept), cut=cut)
+        if manifest is not None and cut and result == unfold(manifest, branch.n):
+            return Settled(msgspec.structs.replace(done, version=branch.seq))
+        now = await ledger.root.now()
+        labels = want.labels if want.labels is not None else manifest.labels if manifest is not None else {}
+        name = await ledger.manifests.put(self._tenant, self._family, epoch, fold(result, want.namespace, labels, now))
+        new = next_version(branch, manifest=name, n=len(result), at=now, history=ledger.history)
+        if want.ttl is not None or branch.sliding or self._branch not in head.branches:
+            new = renewed(new, now, want.ttl)
+        return Edit({self._branch: new}, done)
+
+    async def _secured(self, head: Head, keep: Sequence[Block], span: range, epoch: int) -> list[Block]:
+        """The leading blocks of the proposal that have a copy of every shard, each of an age that this head may name (R1)."""
+        want, named = self._proposal, self._named(head)
+        rows: list[dict[str, Copy | None]] = []
+        for index in span:
+            link = want.links[index]
+            held = dict(keep[index].copies) if index < len(keep) and keep[index].link == link else {}
+            kept = {shard: named.get((link.prefix_id, shard)) for shard in want.shards} | held
+            rows.append(kept)
+        asked = [
+            (row, shard, want.links[index]) for index, row in zip(span, rows, strict=True) for shard, c in row.items() if c is None
+        ]
+        wanted = [self._wanted(link, shard) for _, shard, link in asked]
+        for (row, shard, _), copy in zip(
+            asked, await self._ledger.uploads.secure(wanted, want.namespace, epoch, self._source), strict=True
+        ):
+            row[shard] = copy
+        blocks: list[Block] = []
+        for index, row in zip(span, rows, strict=True):
+            copies = {shard: copy for shard, copy in row.items() if copy is not None}
+            if len(copies) < len(row):
+                break
+            blocks.append(Block(want.links[index], copies))
+        return blocks
+
+    def _wanted(self, link: Link, shard: str) -> Wanted:
+        copy = self._elsewhere.get((link.prefix_id, shard))
+        name = BlockName(self._proposal.namespace.id, Shard.parse(shard), link.prefix_id, link.tokens)
+        return Wanted(name, () if copy is None else (copy,))
+
+    def _named(self, head: Head) -> Mapping[tuple[PrefixId, str], Copy]:
+        """What older versions of this branch name: it is kept at any age, so it need not be stored again."""
+        branch = head.branches.get(self._branch)
+        named: dict[tuple[PrefixId, str], Copy] = {}
+        for version in branch.history if branch is not None else ():
+            key = self._ledger.root.keys.manifest(self._tenant, self._family, version.manifest)
+            manifest = self._ledger.manifests.known(key) if version.manifest else None
+            for block in unfold(manifest, version.n):
+                named.update({(block.link.prefix_id, shard): copy for shard, copy in block.copies.items()})
+        return named
+
+
+def scoped(branch: str, write_id: str) -> str:
+    """A caller's write id as a head remembers it: the same id for two sessions of one family must not stand for one commit."""
+    return blake3(f"{branch}:{write_id}".encode()).hexdigest()[:32] if write_id else ""
+
+
+def _bytes_are_gone() -> NotFound:
+    return NotFound(
+        "the bytes of this commit's first block are neither on this node nor in the bucket", remedy="publish the blocks again"
+    )

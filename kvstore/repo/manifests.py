@@ -1,0 +1,119 @@
+"""Manifests: the immutable lists of blocks that branches name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cachetools import LRUCache
+
+from kvstore import codec
+from kvstore.errors import Corrupt, KVTierError
+from kvstore.ids import Shard
+from kvstore.keys import manifest_name
+from kvstore.model import MAX_BLOCKS, MAX_MANIFEST_BYTES, Manifest, dump, parse
+from kvstore.objects.base import CREATE, Absent, Unchanged
+from kvstore.repo.root import Root
+
+_COMPRESS_ABOVE: Final = 16 * 1024
+_FIRST_READ: Final = 256 * 1024  # one request for nearly all manifests, and little memory for any
+_FRAME: Final = b"\x28\xb5\x2f\xfd"
+_MAX_STORED: Final = MAX_MANIFEST_BYTES
+
+
+class Manifests:
+    """Reads and writes manifests; they never change, so what was read once stays known.
+
+    Args:
+        root: Where.
+        cached: Bytes of decoded manifests kept in memory.
+    """
+
+    def __init__(self, root: Root, cached: int) -> None:
+        self._root = root
+        self._cache: LRUCache[str, tuple[Manifest, int]] = LRUCache(max(cached, 1), getsizeof=lambda entry: entry[1])
+
+    async def put(self, tenant: str, family: str, epoch: int, manifest: Manifest) -> str:
+        """Store a manifest under a new name of generation `epoch` (R1), and return the name."""
+        name = manifest_name(epoch, self._root.ids.new())
+        key = self._root.keys.manifest(tenant, family, name)
+        await self._root.put(key, pack(manifest), CREATE)  # False: an earlier try of ours landed, for nobody else knows this name
+        self._remember(key, manifest)
+        return name
+
+    async def get(self, key: str) -> Manifest | None:
+        """A manifest, or None where it is absent. Raises `Corrupt`, `Unsupported`."""
+        known = self._cache.get(key)
+        return known[0] if known is not None else await self.fetch(key)
+
+    async def fetch(self, key: str) -> Manifest | None:
+        """As `get`, read from the store whether it is known or not."""
+        data = await self._read(key)
+        if data is None:
+            return None
+        manifest = unpack(data, key)
+        self._remember(key, manifest)
+        return manifest
+
+    def known(self, key: str) -> Manifest | None:
+        """A manifest if it is in memory; asks nobody."""
+        found = self._cache.get(key)
+        return None if found is None else found[0]
+
+    async def _read(self, key: str) -> bytes | None:
+        got = await self._root.store.get(key, range=(0, _FIRST_READ))
+        if isinstance(got, Absent | Unchanged):
+            return None
+        if got.size > _MAX_STORED:
+            raise Corrupt(f"{key} has {got.size} bytes, more than any manifest")
+        first = bytes(got.data)
+        if got.size <= _FIRST_READ:
+            return first
+        rest = await self._root.store.get(key, range=(_FIRST_READ, got.size))
+        return None if isinstance(rest, Absent | Unchanged) else first + bytes(rest.data)
+
+    def _remember(self, key: str, manifest: Manifest) -> None:
+        weight = 400 + 250 * sum(1 + len(block.copies) for block in manifest.blocks)
+        if weight <= self._cache.maxsize:
+            self._cache[key] = (manifest, weight)
+
+
+def pack(manifest: Manifest) -> bytes:
+    """A manifest as stored: JSON, in one zstd frame above 16 KiB."""
+    body = dump(manifest)
+    return codec.compressed(body) if len(body) > _COMPRESS_ABOVE else body
+
+
+def unpack(data: bytes, what: str) -> Manifest:
+    """The inverse of `pack`, bounded before anything is allocated, and checked.
+
+    Raises:
+        Corrupt: It is not a consistent manifest.
+        Unsupported: It has a newer format version (I10).
+    """
+    if data[:4] == _FRAME:
+        data = codec.decompressed(data, range(1, MAX_MANIFEST_BYTES + 1), what)
+    manifest = parse(data, Manifest, what)
+    wrong = _wrong(manifest)
+    if wrong:
+        raise Corrupt(f"{what}: {wrong}")
+    return manifest
+
+
+def _wrong(manifest: Manifest) -> str:
+    """What is inconsistent in a manifest, or ""."""
+    if len(manifest.blocks) > MAX_BLOCKS:
+        return f"{len(manifest.blocks)} blocks"
+    if manifest.tokens != sum(block.tokens for block in manifest.blocks):
+        return "tokens is not the sum over its blocks"
+    if any(block.tokens != manifest.block_tokens for block in manifest.blocks[:-1]):
+        return "a block before the last one is not full"
+    if any(block.tokens > manifest.block_tokens for block in manifest.blocks[-1:]):
+        return "its last block is larger than block_tokens"
+    if any(copy.shard >= len(manifest.shards) for block in manifest.blocks for copy in block.copies):
+        return "a copy is of a shard that it does not list"
+    try:
+        for shard in manifest.shards:
+            Shard.parse(shard)
+    except KVTierError as error:
+        return error.message
+    return ""

@@ -1,0 +1,208 @@
+"""The root of a repository in a bucket: its format, its clock, and the namespaces it holds.
+
+Everything else of this package is handed a :class:`Root` and speaks to the store through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, ParamSpec, Protocol, TypeVar
+
+import msgspec
+from cachetools import LRUCache
+
+from kvstore.clock import Clock, Ids
+from kvstore.errors import Corrupt, Invalid, KVTierError, Unavailable
+from kvstore.ids import Namespace, NamespaceId, namespace_id
+from kvstore.keys import Keys
+from kvstore.model import Epoch, Format, dump, parse
+from kvstore.objects.base import CREATE, Absent, Buffer, ObjectStore, PutMode, Stored, Unchanged
+from kvstore.repo.together import together
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_REGISTER_BYTES: Final = 256 * 1024
+FIRST_EPOCH: Final = 1
+_CLOCK_SAMPLE_S: Final = 600.0
+_NAMESPACES_CACHED: Final = 10_000
+_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+_TRIES: Final = 4
+
+
+class Run(Protocol):
+    """Runs a function on a thread and awaits its real end, also when the caller is cancelled (see `tiering.Movers.run`)."""
+
+    def __call__(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+        """The function's result."""
+        ...
+
+
+class Root:
+    """An opened root: where it is, how time passes there, and how names that nobody used are made.
+
+    Attributes:
+        store: The objects.
+        keys: How they are named.
+        clock: This host's.
+        ids: For families, branches, manifests and write ids.
+    """
+
+    def __init__(self, store: ObjectStore, keys: Keys, clock: Clock, ids: Ids) -> None:
+        self.store, self.keys, self.clock, self.ids = store, keys, clock, ids
+        self._offset: float | None = None  # store's clock minus our monotonic one
+        self._sampled = 0.0
+        self._namespaces: LRUCache[str, Namespace] = LRUCache(_NAMESPACES_CACHED)
+
+    @classmethod
+    async def open(
+        cls,
+        store: ObjectStore,
+        keys: Keys,
+        clock: Clock,
+        ids: Ids,
+        *,
+        init: bool = True,
+        guarantees: dict[str, bool] | None = None,
+    ) -> Root:
+        """Check that this root is one of ours.
+
+        Args:
+            store: Its objects.
+            keys: Its prefix.
+            clock: This host's.
+            ids: Fresh names.
+            init: Whether an *empty* root is made one of ours.
+            guarantees: What the start-up probe found the store to guarantee; kept in `format.json` by `init`.
+
+        Raises:
+            Unsupported: Its format version is unknown (I10).
+            Unavailable: `store_not_initialised`: `format.json` or `epoch` is missing under a root that holds something (R9).
+        """
+        root = cls(store, keys, clock, ids)
+        if init:
+            await root._init(guarantees or {})
+        await root.check()
+        await root.now()
+        return root
+
+    async def check(self) -> None:
+        """Read `format.json`: the store answers, it is ours, and we know its format."""
+        body = await self.register(self.keys.format)
+        if body is None:
+            raise _not_initialised(self.keys.format)
+        parse(body, Format, "format.json")
+
+    async def _init(self, guarantees: dict[str, bool]) -> None:
+        """Create `epoch`, then `format.json`, once, in an empty root. A crash between the two leaves a root that is still empty."""
+        if await self.register(self.keys.format) is not None:
+            return
+        ours = {self.keys.format, self.keys.epoch}
+        passing = (self.keys.probe(""), f"{self.keys.root}hints/")
+        async for page in self.store.list(self.keys.root):
+            for meta in page:
+                if meta.key not in ours and not meta.key.startswith(passing):
+                    raise _not_initialised(self.keys.format)
+        await self.put(self.keys.epoch, dump(Epoch(epoch=FIRST_EPOCH, write=self.ids.new())), CREATE)
+        made = Format(store_id=self.ids.new(), created=await self.store.now(), guarantees=guarantees)
+        await self.put(self.keys.format, dump(made), CREATE)
+
+    # --- the store, as this package uses it ---
+
+    async def register(self, key: str) -> bytes | None:
+        """A small object's bytes, or None where it is absent."""
+        got = await self.store.get(key, into=memoryview(bytearray(MAX_REGISTER_BYTES)))
+        return bytes(got.data) if not isinstance(got, Absent | Unchanged) else None
+
+    async def put(self, key: str, body: Buffer, mode: PutMode) -> bool:
+        """PUT an object of which any copy is as good as ours, again where the answer was lost. False: something is there already.
+
+        For `Create` of immutable objects and plain overwrites; never for a swap, whose lost answer needs a look at the register.
+        """
+        for attempt in range(1, _TRIES):
+            try:
+                return isinstance(await self.store.put(key, body, mode), Stored)
+            except Unavailable:
+                await self.pause(attempt)
+        return isinstance(await self.store.put(key, body, mode), Stored)
+
+    async def attempt(self, key: str, body: bytes, mode: PutMode) -> str | None:
+        """One conditional PUT: its ETag on 200, and None on any other answer, after which the register must be read.
+
+        A 412 is no better than a lost answer: a proxy or an SDK may have sent the request twice.
+        """
+        try:
+            answer = await self.store.put(key, body, mode)
+        except Unavailable:
+            return None
+        return answer.etag if isinstance(answer, Stored) else None
+
+    async def pause(self, attempt: int) -> None:
+        """Wait before the next attempt, longer each time, never in step with others."""
+        await self.clock.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2**attempt) * self.ids.jitter())
+
+    async def now(self) -> float:
+        """The store's clock, for retention only. Asked at most every ten minutes; in between our monotonic clock carries it on."""
+        moment = self.clock.monotonic()
+        if self._offset is None or moment - self._sampled > _CLOCK_SAMPLE_S:
+            try:
+                self._offset = await self.store.now() - self.clock.monotonic()
+            except Unavailable:
+                if self._offset is None:
+                    raise
+            self._sampled = moment
+        return self._offset + self.clock.monotonic()
+
+    # --- namespaces ---
+
+    async def put_namespace(self, namespace: Namespace) -> None:
+        """Keep a namespace's fields readable under its id; written once per process."""
+        if namespace.id not in self._namespaces:
+            await self.put(self.keys.namespace(namespace.id), namespace.canonical_json(), CREATE)
+            self._namespaces[namespace.id] = namespace
+
+    async def namespace(self, namespace: NamespaceId) -> Namespace | None:
+        """A namespace's fields; None where nobody registered it. Raises `Corrupt` where they are not those of that id."""
+        known = self._namespaces.get(namespace)
+        if known is None:
+            body = await self.register(self.keys.namespace(namespace))
+            if body is None:
+                return None
+            known = self._namespaces[namespace] = _namespace(body, namespace)
+        return known
+
+    async def namespaces(self, tenant: str) -> list[Namespace]:
+        """All of a tenant's, by id. What is unreadable is left out: `fsck` names it."""
+        found: list[Namespace] = []
+        async for page in self.store.list(self.keys.namespaces):
+            ids = [meta.key.removeprefix(self.keys.namespaces).removesuffix(".json") for meta in page]
+            found += [fields for fields in await together(self._readable, ids) if fields is not None and fields.tenant == tenant]
+        return found
+
+    async def _readable(self, text: str) -> Namespace | None:
+        try:
+            return await self.namespace(namespace_id(text))
+        except (Corrupt, Invalid):
+            return None
+
+
+def outcome_unknown(what: str, cause: KVTierError | None = None) -> Unavailable:
+    """What to raise when a write may or may not have landed."""
+    because = f": {cause.message}" if cause is not None else ""
+    return Unavailable(f"{what} may or may not have landed{because}", kind="outcome_unknown")
+
+
+def _not_initialised(key: str) -> Unavailable:
+    return Unavailable(
+        f"{key} is missing and its root is not empty: it is no kvtier root, or was damaged", kind="store_not_initialised"
+    )
+
+
+def _namespace(body: bytes, namespace: NamespaceId) -> Namespace:
+    try:
+        fields = msgspec.json.decode(body, type=Namespace)
+    except (msgspec.MsgspecError, KVTierError) as error:
+        raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}") from None
+    if fields.id != namespace:
+        raise Corrupt(f"namespaces/{namespace}.json holds the fields of namespace {fields.id}")
+    return fields

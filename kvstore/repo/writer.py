@@ -1,0 +1,271 @@
+"""Commits and creations by session id: which lane, whether the name is free, and the order of writes (branch before name)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+from cachetools import LRUCache
+
+from kvstore.api import MAIN, Receipt
+from kvstore.errors import AlreadyExists, Gone, Invalid, NotFound, Unavailable
+from kvstore.ids import Link, Namespace, NamespaceId, PrefixId
+from kvstore.model import Branch, Head, Manifest, Name
+from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, links_of, unfold
+from kvstore.repo.commit import Commit, Committed, Ledger, Proposal
+from kvstore.repo.edits import dropped
+from kvstore.repo.epochs import Epochs
+from kvstore.repo.families import Addition, Families
+from kvstore.repo.families import Edit as Swap
+from kvstore.repo.finding import Finder, Found
+from kvstore.repo.heads import renewed
+
+_TRIES: Final = 8
+_LANE_DIGITS: Final = 16
+
+
+class Place(NamedTuple):
+    """A session id, in one namespace and lane."""
+
+    tenant: str
+    session: str
+    namespace: NamespaceId
+    lane: str
+
+
+class Writer:
+    """Makes sessions and their versions.
+
+    Args:
+        ledger: What commits write to.
+        epochs: For uploads ahead of a swap.
+        families: The swaps.
+        finder: The names.
+        cached: Sessions whose first block is remembered, which tells their lane without a request.
+    """
+
+    def __init__(self, ledger: Ledger, epochs: Epochs, families: Families, finder: Finder, *, cached: int) -> None:
+        self._ledger, self._root, self._epochs = ledger, ledger.root, epochs
+        self._families, self._finder = families, finder
+        self._firsts: LRUCache[Place, PrefixId] = LRUCache(cached)
+
+    async def commit(
+        self, tenant: str, session: str, lane: str, proposal: Proposal, source: Source, *, ttl: int, sliding: bool
+    ) -> Receipt:
+        """The next version of a session; `base` 0 makes the session where its name is free.
+
+        Args:
+            tenant: Whose.
+            session: Its id.
+            lane: "" means `main`, or a lane of its own for a chain that shares no block with what `main` holds.
+            proposal: The version.
+            source: Bytes on this node.
+            ttl: Of a session that is made here and whose proposal says none.
+            sliding: Of a session that is made here.
+
+        Raises:
+            Conflict: The session moved; `current` is its version.
+            Gone: It was deleted, or it expired.
+            NotFound: There is no such session, and `base` is not 0; or the bytes of its first block are nowhere.
+            Unavailable: `outcome_unknown` where it may have landed.
+        """
+        _check(tenant, proposal.namespace)
+        await self._root.put_namespace(proposal.namespace)
+        place = Place(tenant, session, proposal.namespace.id, lane or MAIN)
+        free = False
+        if not lane:
+            place, free = await self._in_its_lane(place, proposal, source)
+        start = Branch(seq=0, ttl=ttl if proposal.ttl is None else proposal.ttl, sliding=sliding)
+        done = await self._commit(place, proposal, source, start, free=free)
+        if proposal.links:
+            self._firsts[place] = proposal.links[0].prefix_id
+        return Receipt(
+            id=session,
+            namespace=place.namespace,
+            lane=place.lane,
+            version=done.version,
+            tokens=done.tokens,
+            blocks=done.blocks,
+            durability="bucket",
+            cut=done.cut,
+        )
+
+    async def create(
+        self, tenant: str, session: str, namespace: Namespace, lane: str, *, ttl: int, sliding: bool, labels: dict[str, str]
+    ) -> tuple[Found, Manifest]:
+        """An empty session, and its empty manifest. Raises `AlreadyExists`."""
+        _check(tenant, namespace)
+        await self._root.put_namespace(namespace)
+        place = Place(tenant, session, namespace.id, lane or MAIN)
+        if await self._finder.look(*place) is not None:
+            raise AlreadyExists(f"session {session!r} exists already")
+        start = Branch(seq=0, ttl=ttl, sliding=sliding)
+        for _ in range(_TRIES):
+            family, branch_id = await self._family(tenant), self._root.ids.new()
+            opening = _Opening(self._ledger, tenant, family, branch_id, namespace, labels, start)
+            try:
+                branch, manifest = await self._families.run(self._key(tenant, family), opening)
+            except Gone:
+                continue  # a collection found the head empty for two epochs, and ended it
+            await self.name(place, family, branch_id)
+            found = Found(id=session, namespace=place.namespace, lane=place.lane, family=family, branch_id=branch_id, branch=branch)
+            return found, manifest
+        raise Unavailable("collections keep ending this session's new family: try again")
+
+    async def detach(self, place: Place, manifest: Manifest, n: int, start: Branch, source: Source) -> Committed:
+        """A session in a family of its own that begins with these blocks; they are copied inside the store (R6).
+
+        Raises:
+            AlreadyExists: The name is taken.
+            NotFound: The first block is gone.
+        """
+        blocks = unfold(manifest, n)
+        fields = await self._root.namespace(manifest.namespace)
+        if fields is None:
+            raise NotFound(f"namespace {manifest.namespace} is not known under this root")
+        whole = [shard for shard in manifest.shards if all(shard in block.copies for block in blocks)]
+        proposal = Proposal(namespace=fields, base=0, links=tuple(links_of(blocks)), shards=tuple(whole), labels=manifest.labels)
+        return await self._new(place, proposal, source, start, blocks)
+
+    async def name(self, place: Place, family: str, branch: str) -> None:
+        """Make the id mean a branch that is in its head; where the id is taken, drop the branch. Raises `AlreadyExists`."""
+
+        async def alive(name: Name) -> bool:
+            return await self._finder.alive(place.tenant, name)
+
+        try:
+            await self._finder.names.claim(self._finder.key(*place), place.session, family, branch, alive)
+        except AlreadyExists:
+            with contextlib.suppress(Gone, Unavailable):  # then it expires; `fsck` drops one that never does
+                await self._families.run(self._key(place.tenant, family), dropped(branch))
+            raise
+
+    # --- inside ---
+
+    async def _commit(self, place: Place, proposal: Proposal, source: Source, start: Branch, *, free: bool) -> Committed:
+        """Into the branch that the name means, or into a new one where `base` is 0 and the name is free."""
+        names, key = self._finder.names, self._finder.key(*place)
+        for _ in range(_TRIES):
+            name = None if free else names.known(key) or await self._named(key)
+            if name is not None:
+                try:
+                    return await self._into(place, name, proposal, source)
+                except Gone as gone:
+                    if await self._named(key) != name:
+                        continue  # it was deleted and made again since we learned the name
+                    if proposal.base or gone.facts.get("landed"):
+                        raise
+            elif proposal.base:
+                raise NotFound(
+                    f"there is no session {place.session!r} with lane {place.lane!r}: commit on base_version 0 to make it"
+                )
+            free = False
+            try:
+                return await self._new(place, proposal, source, start)
+            except AlreadyExists:
+                continue  # somebody made it meanwhile: perhaps on the way to the same version
+        raise Unavailable(f"session {place.session!r} is made and deleted by others all the time: try again")
+
+    async def _named(self, key: str) -> Name | None:
+        held = await self._finder.names.read(key)
+        return None if held is None else held.name
+
+    async def _into(self, place: Place, name: Name, proposal: Proposal, source: Source) -> Committed:
+        commit = Commit(self._ledger, place.tenant, name.family, name.branch, proposal, source)
+        key = self._key(place.tenant, name.family)
+        position = self._families.heads.known(key)
+        if position is not None:
+            await commit.ahead(position.head, self._epochs.latest)
+        return await self._families.run(key, commit)
+
+    async def _new(
+        self, place: Place, proposal: Proposal, source: Source, start: Branch, copies: Sequence[Block] = ()
+    ) -> Committed:
+        """PUT an empty open head, commit the branch, then name it."""
+        for _ in range(_TRIES):
+            branch = self._root.ids.new()
+            await Commit(self._ledger, place.tenant, "", branch, proposal, source, start, copies).ahead(Head(), self._epochs.latest)
+            family = await self._family(place.tenant)
+            commit = Commit(self._ledger, place.tenant, family, branch, proposal, source, start, copies)
+            try:
+                done = await self._families.run(self._key(place.tenant, family), commit)
+            except Gone:
+                continue
+            await self.name(place, family, branch)
+            return done
+        raise Unavailable("collections keep ending this session's new family: try again")
+
+    async def _family(self, tenant: str) -> str:
+        family, position = await self._families.heads.create(tenant)
+        self._families.seed(self._key(tenant, family), position)
+        return family
+
+    def _key(self, tenant: str, family: str) -> str:
+        return self._root.keys.head(tenant, family)
+
+    async def _in_its_lane(self, place: Place, proposal: Proposal, source: Source) -> tuple[Place, bool]:
+        """Where a commit without a lane belongs, and whether that name was just found to be free."""
+        links = proposal.links
+        if not links or self._firsts.get(place) == links[0].prefix_id:
+            return place, False
+        own = place._replace(lane=links[0].prefix_id[:_LANE_DIGITS])
+        main = await self._finder.look(*place)
+        if main is None:
+            if proposal.base and await self._finder.look(*own) is not None:
+                return own, False
+            return place, proposal.base == 0
+        main, manifest = await self._finder.reading(place.tenant, main)
+        if await _share(links_of(unfold(manifest, main.branch.n)), links, proposal, source):
+            if main.position is not None:
+                self._families.seed(self._key(place.tenant, main.family), main.position)
+            return place, False
+        # A chain of its own: a parallel sub-agent, unless it was built on what `main` holds.
+        if await self._finder.look(*own) is not None:
+            return own, False
+        return (own, True) if proposal.base == 0 else (place, False)
+
+
+class _Opening:
+    """A branch that holds nothing yet. See :class:`kvstore.repo.families.Change`."""
+
+    write_id = ""
+
+    def __init__(
+        self, ledger: Ledger, tenant: str, family: str, branch: str, namespace: Namespace, labels: dict[str, str], start: Branch
+    ) -> None:
+        self._ledger, self._tenant, self._family, self._branch = ledger, tenant, family, branch
+        self._namespace, self._labels, self._start = namespace, labels, start
+        self.branches = frozenset({branch})
+
+    async def decide(self, head: Head) -> Addition[tuple[Branch, Manifest]]:
+        """Its manifest is an object, so the head must be open."""
+        if head.dead:
+            raise Gone("this family was ended")
+        return Addition(self._build)
+
+    async def landed(self, head: Head) -> tuple[Branch, Manifest]:
+        """Never asked, as it has no write id of its own."""
+        raise NotImplementedError
+
+    async def _build(self, epoch: int) -> Swap[tuple[Branch, Manifest]]:
+        now = await self._ledger.root.now()
+        manifest = fold([], self._namespace, self._labels, now)
+        name = await self._ledger.manifests.put(self._tenant, self._family, epoch, manifest)
+        branch = renewed(msgspec.structs.replace(self._start, manifest=name, at=now), now)
+        return Swap({self._branch: branch}, (branch, manifest))
+
+
+async def _share(stored: Sequence[Link], links: Sequence[Link], proposal: Proposal, source: Source) -> bool:
+    """Whether two chains have their first tokens in common, or one of them has none."""
+    if not stored or not links or common(stored, links):
+        return True
+    cut = cutter(proposal.namespace, proposal.shards, source)
+    return await covers(links[:1], stored[:1], cut) or await covers(stored[:1], links[:1], cut)
+
+
+def _check(tenant: str, namespace: Namespace) -> None:
+    """Tenants never share a block (I9): whose a namespace is, is part of every block's name."""
+    if namespace.tenant != tenant:
+        raise Invalid(f"namespace.tenant is {namespace.tenant!r} and the session's tenant is {tenant!r}")
