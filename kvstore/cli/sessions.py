@@ -137,7 +137,7 @@ def restore(
     form: FormatOption = Format.table,
 ) -> None:
     """Bring a session's blocks into a tier, so that its next turn starts at once."""
-    deadline_ms = 1000 * parse_seconds(deadline, "--deadline") if deadline else 0
+    deadline_ms = 1000 * int(parse_seconds(deadline, "--deadline")) if deadline else 0
     with open_sync(url) as kv:
         status = kv.restore(id, namespace=namespace, lane=lane, version=version, tier=_tier(tier), deadline_ms=deadline_ms)
         if wait:
@@ -255,7 +255,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _seconds(text: str) -> int | None:
-    return parse_seconds(text, "--ttl") if text else None
+    return int(parse_seconds(text, "--ttl")) if text else None
 
 
 def _tier(text: str) -> Tier:
