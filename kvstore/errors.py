@@ -192,6 +192,12 @@ KINDS: dict[str, Kind] = {
     "no_bucket": Kind(
         Unavailable, 503, EXIT_UNAVAILABLE, "create the bucket, or correct its name or the endpoint in the store's URL"
     ),
+    "untrusted_certificate": Kind(
+        Unavailable,
+        503,
+        EXIT_UNAVAILABLE,
+        "set `ca_bundle=` in the store's URL to the authority that signed the server's certificate, not to that certificate",
+    ),
     "store_not_initialised": Kind(
         Unavailable,
         503,

@@ -44,6 +44,7 @@ _BY_CODE: Final = {
     "XNotImplemented": "unsupported",
     "MethodNotAllowed": "unsupported",
     "InternalError": "unavailable",
+    "UntrustedCertificate": "untrusted_certificate",  # a word of ours, where no answer came
 }
 _BY_STATUS: Final = {
     401: "bad_credentials",
@@ -104,6 +105,7 @@ def put_outcome(refusal: Refusal, mode: PutMode, what: str) -> Refused:
 
 
 _OBSTORE_STATUS: Final = re.compile(r"Server returned non-2xx status code: (\d{3})[^:\n]*:?(.*)", re.DOTALL)
+_UNTRUSTED: Final = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 _OBSTORE_200: Final = "Server returned error response:"
 
 
@@ -119,11 +121,13 @@ def refusal_in(error: Exception) -> Refusal:
         return Refusal.parse(200, said.partition(_OBSTORE_200)[2])
     if "redirect without LOCATION" in said:
         return Refusal(301, "PermanentRedirect")
+    if found := _UNTRUSTED.search(debug):
+        return Refusal(0, "UntrustedCertificate", f"{found[1]} certificate")
     if "kind: Timeout" in debug:
         return Refusal(0, "RequestTimeout", "no answer in time")
     return Refusal(0, "", said.rpartition(" - ")[2][:200])
 
 
-def no_answer(what: str, reason: str, *, kind: str = "unavailable", remedy: str = "") -> Unavailable:
+def no_answer(what: str, reason: str, *, kind: str = "unavailable") -> Unavailable:
     """The request got no usable answer; a write may or may not have landed."""
-    return Unavailable(f"{what}: {reason}", kind=kind, remedy=remedy)
+    return Unavailable(f"{what}: {reason}", kind=kind)

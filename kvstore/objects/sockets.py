@@ -179,9 +179,7 @@ class _Exchange:
                         raise
             return self._on(self._sockets.connect())
         except ssl.SSLCertVerificationError as error:
-            raise no_answer(
-                self.name, f"the certificate is not trusted: {error.verify_message}", remedy="set ca_bundle in the store's URL"
-            ) from error
+            raise no_answer(self.name, error.verify_message, kind="untrusted_certificate") from error
         except TimeoutError as error:
             raise no_answer(self.name, "the connection timed out", kind="timeout") from error
         except (OSError, http.client.HTTPException) as error:
