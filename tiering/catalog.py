@@ -166,9 +166,9 @@ class Catalog:
             self.budget.cancel(want.size)
 
     def vacate(self, offset: int, nbytes: int) -> None:
-        """Give back what `place` took and no index entry ever named."""
+        """Give back what `place` took, where nothing could be written and no index entry ever named it."""
         with self._lock:
-            self._space.free(offset, nbytes)
+            self._space.free_unwritten(offset, nbytes)
 
     def enter(self, placed: Placed) -> None:
         """A value is there now; it was reserved before."""
@@ -213,19 +213,17 @@ class Catalog:
     # Pages that are written in advance
 
     def borrow(self, nbytes: int) -> tuple[int, int] | None:
-        """See :class:`tiering.space.Space`."""
+        """Up to `nbytes` of pages that were never written: (offset, length). None where there are none."""
         with self._lock:
             return self._space.borrow(nbytes)
 
-    def give_back(self, offset: int, length: int) -> None:
-        """See :class:`tiering.space.Space`."""
+    def give_back(self, offset: int, length: int, *, written: bool) -> None:
+        """What `borrow` lent."""
         with self._lock:
-            self._space.give_back(offset, length)
-
-    def end_prewriting(self) -> None:
-        """See :class:`tiering.space.Space`."""
-        with self._lock:
-            self._space.end()
+            if written:
+                self._space.free(offset, length)
+            else:
+                self._space.free_unwritten(offset, length)
 
     # Below: the lock is held.
 

@@ -284,14 +284,15 @@ class DiskTier:
     async def _prewrite(self) -> None:
         try:
             while (piece := self._catalog.borrow(_PREWRITE_STEP)) is not None:
+                written = False
                 try:
                     await self._movers.run(self._slab.zero, *piece)
+                    written = True
                 finally:
-                    self._catalog.give_back(*piece)
+                    self._catalog.give_back(*piece, written=written)
             await self._index.commit([Change(META, _PREWRITTEN, b"%d" % self._slab.size)])
         except OSError as error:
             _log.warning("%s: stopped writing the new slab in advance: %s", self.name, error)
-            self._catalog.end_prewriting()
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -316,8 +317,8 @@ def _open_files(closing: contextlib.ExitStack, path: Path, limit: int) -> _Files
         raise PathInUse(f"{path} is open already, by this process or another: give each node a folder of its own") from None
     slab = Slab.open(path / "slab", with_slack(limit))
     closing.callback(slab.close)
-    # An entry takes about 100 bytes; a slot takes at least two pages. LMDB copies on write, so leave room to spare.
-    index = Index.open(path / "index", (64 << 20) + slab.size // 32, slab.sync)
+    # An entry takes about 120 bytes: this is enough for values of 32 KiB, and the file may grow to eight times as much.
+    index = Index.open(path / "index", reserve=(1 << 20) + slab.size // 256, barrier=slab.sync)
     closing.callback(index.close)
     meta = dict(index.load(META))
     records = dict(index.load(JOURNAL))

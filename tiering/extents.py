@@ -85,15 +85,14 @@ class Extents:
             length += self._remove(offset + length)
         self._insert(offset, length)
 
-    def take_before(self, end: int, nbytes: int) -> tuple[int, int] | None:
-        """Take up to `nbytes` from the tail of the free extent that ends at `end`: (offset, length), or None where none does."""
-        start = self._start_of.get(end)
-        if start is None:
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Take up to `nbytes` from the start of a largest free extent: (offset, length), or None where nothing is free."""
+        if not self._lengths:
             return None
-        length = self._remove(start)
-        taken = min(length, rounded(nbytes))
-        self._insert(start, length - taken)
-        return end - taken, taken
+        length = min(self._lengths[-1], rounded(nbytes))
+        offset = next(iter(self._starts[self._lengths[-1]]))
+        self._insert(offset + length, self._remove(offset) - length)
+        return offset, length
 
     def _insert(self, start: int, length: int) -> None:
         if not length:

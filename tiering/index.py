@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -60,14 +61,15 @@ class Index:
         self._thread = threading.Thread(target=self._run, name="tiering-index", daemon=True)
 
     @classmethod
-    def open(cls, path: Path, map_size: int, barrier: Callable[[], None]) -> Index:
+    def open(cls, path: Path, *, reserve: int, barrier: Callable[[], None]) -> Index:
         """Open or create the tables. Blocking.
 
         A file that is not an index any more (zero-filled, cut, foreign) is replaced by an empty one: its values are misses.
 
         Args:
             path: LMDB's data file.
-            map_size: Its largest size in bytes; only address space until used.
+            reserve: Bytes to claim from the file system at once, so that slots that fill the disk leave room to say so. It may grow
+                eightfold.
             barrier: See the class.
 
         Raises:
@@ -78,8 +80,10 @@ class Index:
         if problem:
             _log.warning("%s is damaged and starts empty: %s", path, problem)
             path.unlink()
+        map_size = max(reserve * 8, 64 << 20)
         try:
             env = lmdb.open(str(path), map_size=map_size, subdir=False, lock=False, max_dbs=len(TABLES), metasync=True, sync=True)
+            _claim(path, reserve)
             index = cls(env, barrier)
         except lmdb.Error as error:
             raise OSError(f"cannot open {path}: {error}") from error
@@ -140,7 +144,7 @@ class Index:
             again = []
             try:
                 self._write(group)
-            except (OSError, lmdb.Error) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, who waits must hear of it and the thread must go on
                 failure = OSError(f"the index cannot be written: {error}")
                 for ask in group:
                     if not ask.done.done():
@@ -192,3 +196,11 @@ def _damage(path: Path) -> str:
         return "; ".join(verify(str(path))[:3])  # type: ignore[no-untyped-call]  # lmdb annotates all but this module
     except VerifyError as error:
         return str(error)
+
+
+def _claim(path: Path, nbytes: int) -> None:
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            _log.warning("%s: no room could be set aside: %s", path, error)

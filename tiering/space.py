@@ -1,4 +1,4 @@
-"""Free room in a slab whose pages are being written for the first time, in the background."""
+"""Free room in a slab, some of which was never written: those pages are slow to write first, and may turn out not to exist."""
 
 from __future__ import annotations
 
@@ -8,53 +8,46 @@ from tiering.extents import Extents
 
 
 class Space:
-    """An extent allocator that lends pages to whoever writes them in advance.
-
-    A file system allocates pages at their first write, which is slow and may fail; so a new slab is written once, from its end
-    down. Slots take room from the front meanwhile. What was written in advance is set aside until all of it is, or until a
-    slot finds no other room.
+    """Two extent allocators: pages that are real, which slots take first, and holes, which are being made real in the background.
 
     Not synchronised: its owner calls it under the owner's own lock.
 
     Args:
         size: Bytes of the slab.
         used: (offset, length) of its slots.
-        written: Whether its pages were all written before.
+        written: Whether all its pages were written before.
     """
 
     def __init__(self, size: int, used: Iterable[tuple[int, int]], *, written: bool) -> None:
-        self._size = size
-        self._extents = Extents(size, used)
-        self._fresh: int | None = None if written else size  # from here on: written and set aside. None: not any more
+        free = Extents(size, used)
+        none = Extents(size, [(0, size)] if size else [])
+        self._real, self._holes = (free, none) if written else (none, free)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no slot has; what is lent to be written does not count."""
+        return self._real.free_bytes + self._holes.free_bytes
 
     def allocate(self, nbytes: int) -> int | None:
         """Take room for a slot; its offset, or None."""
-        offset = self._extents.allocate(nbytes)
-        if offset is None and self._fresh is not None:
-            self.end()
-            offset = self._extents.allocate(nbytes)
-        return offset
+        for extents in (self._real, self._holes):
+            offset = extents.allocate(nbytes)
+            if offset is not None:
+                return offset
+        if not self._holes.free_bytes:
+            return None
+        while (piece := self._holes.take(self._holes.size)) is not None:  # it may fit across the border of both
+            self._real.free(*piece)
+        return self._real.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give a slot's room back."""
-        self._extents.free(offset, nbytes)
+        """Give back the room of a slot that was written."""
+        self._real.free(offset, nbytes)
+
+    def free_unwritten(self, offset: int, nbytes: int) -> None:
+        """Give back the room of a slot that could not be written."""
+        self._holes.free(offset, nbytes)
 
     def borrow(self, nbytes: int) -> tuple[int, int] | None:
-        """Up to `nbytes` to write in advance: (offset, length). None when there is nothing left to do."""
-        taken = None if self._fresh is None else self._extents.take_before(self._fresh, nbytes)
-        if taken is None:
-            self.end()
-        return taken
-
-    def give_back(self, offset: int, length: int) -> None:
-        """What `borrow` lent."""
-        if self._fresh is None:
-            self._extents.free(offset, length)
-        else:
-            self._fresh = offset
-
-    def end(self) -> None:
-        """No more writing in advance: everything set aside may be used."""
-        fresh, self._fresh = self._fresh, None
-        if fresh is not None and fresh < self._size:
-            self._extents.free(fresh, self._size - fresh)
+        """Up to `nbytes` of holes to write: (offset, length). `free` or `free_unwritten` returns them. None: there are none."""
+        return self._holes.take(nbytes)

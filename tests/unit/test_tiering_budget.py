@@ -110,15 +110,16 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.extents.free(offset, nbytes)
         self.mark(offset, rounded(nbytes), 0)
 
-    @rule(end=st.integers(1, PAGES), nbytes=st.integers(1, 8 * PAGE))
-    def take_before(self, end, nbytes):
-        run = next(((length, start) for length, start in self.runs() if start + length == end), None)
-        taken = self.extents.take_before(end * PAGE, nbytes)
-        if run is None:
+    @rule(nbytes=st.integers(1, 8 * PAGE))
+    def take(self, nbytes):
+        largest = max(self.runs(), default=(0, 0))[0]
+        taken = self.extents.take(nbytes)
+        if not largest:
             assert taken is None
             return
         offset, length = taken
-        assert (offset + length, length) == (end * PAGE, min(run[0] * PAGE, rounded(nbytes)))
+        assert length == min(largest * PAGE, rounded(nbytes))
+        assert (largest, offset // PAGE) in self.runs()
         self.mark(offset, length, self.next)
         self.taken[self.next] = (offset, length)
         self.next += 1
@@ -171,27 +172,41 @@ def test_a_limit_is_reached_exactly_by_values_that_are_no_whole_pages():
 
 def test_pages_are_written_once_while_slots_come_and_go():
     space = Space(16 * PAGE, [], written=False)
-    slot = space.allocate(3 * PAGE)
-    written = set()
+    assert space.allocate(3 * PAGE) == 0  # from the holes: nothing is real yet
+    written = []
     while (piece := space.borrow(4 * PAGE)) is not None:
         offset, length = piece
-        pages = set(range(offset // PAGE, (offset + length) // PAGE))
-        assert not pages & written
-        written |= pages
-        space.give_back(*piece)
-    assert (slot, written) == (0, set(range(3, 16)))
-    assert space.allocate(13 * PAGE) == 3 * PAGE  # all that was set aside is one extent again
-    space.free(slot, 3 * PAGE)
+        written += range(offset // PAGE, (offset + length) // PAGE)
+        space.free(*piece)
+    assert written == list(range(3, 16))
+    assert space.allocate(13 * PAGE) == 3 * PAGE  # real now, and one extent
+    space.free(0, 3 * PAGE)
+    assert space.borrow(PAGE) is None
+    assert space.free_bytes == 3 * PAGE
 
 
-def test_a_slot_that_finds_no_room_ends_writing_in_advance():
+def test_slots_take_real_pages_first_and_holes_when_they_must():
     space = Space(16 * PAGE, [], written=False)
-    first = space.borrow(4 * PAGE)
-    space.give_back(*first)
-    lent = space.borrow(4 * PAGE)
-    assert space.allocate(8 * PAGE) == 0
-    assert space.allocate(4 * PAGE) == first[0]
-    assert space.allocate(PAGE) is None  # four pages are being written
-    space.give_back(*lent)
-    assert space.allocate(4 * PAGE) == lent[0]
-    assert space.borrow(4 * PAGE) is None
+    space.free(*space.borrow(4 * PAGE))
+    failed = space.borrow(2 * PAGE)
+    space.free_unwritten(*failed)
+    assert space.allocate(4 * PAGE) == 0
+    assert space.allocate(2 * PAGE) == 4 * PAGE
+    space.free(0, 4 * PAGE)
+    assert space.allocate(10 * PAGE) == 6 * PAGE
+    assert space.allocate(5 * PAGE) is None
+
+
+def test_a_slot_may_lie_across_real_pages_and_holes():
+    space = Space(16 * PAGE, [], written=False)
+    space.free(*space.borrow(6 * PAGE))
+    lent = space.borrow(2 * PAGE)
+    assert space.allocate(9 * PAGE) is None  # two pages in between are being written
+    space.free(*lent)
+    assert space.allocate(16 * PAGE) == 0
+
+
+def test_an_old_slab_has_no_holes():
+    space = Space(8 * PAGE, [(4 * PAGE, 2 * PAGE)], written=True)
+    assert space.borrow(PAGE) is None
+    assert (space.allocate(2 * PAGE), space.allocate(4 * PAGE), space.allocate(PAGE)) == (6 * PAGE, 0, None)
