@@ -164,7 +164,7 @@ class Worker:
         digest = blake3()
         for layer in self._past.layers:
             for tensor in (layer.keys, layer.values):
-                digest.update(tensor[0, :, :tokens].contiguous().numpy())
+                digest.update(tensor[0, :, :tokens].contiguous().view(torch.uint8).numpy())
         return digest.hexdigest()
 
 

@@ -32,8 +32,10 @@ def test_turns_forks_and_rewinds_on_a_real_node(torch, model, kv, prompt, prefil
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
     assert again.commit("chat", ids, back, durability="bucket").version == 2
+    otherwise = ids.clone()
+    otherwise[0, 50] = (otherwise[0, 50] + 1) % 97
     with pytest.raises(Conflict):
-        sessions.commit("chat", ids, kept, durability="bucket")
+        sessions.commit("chat", otherwise, prefill(model, otherwise[:, :70]), durability="bucket")
 
     assert again.fork("chat", "other", version=1).tokens == 60
     assert again.restore("other").tokens.tolist() == ids[0, :60].tolist()
