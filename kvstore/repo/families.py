@@ -328,7 +328,7 @@ class _Group:
             opened = await self._heads.swap(self._key, at, swapped(at.head, self._root.ids.new(), open=True))
             if opened is None:
                 return None
-            at = opened
+            at = Position(opened.head, opened.etag)
         if at.epoch is None:
             at = Position(at.head, at.etag, (await self._epochs.read()).epoch)
         return at

@@ -15,6 +15,7 @@ from kvstore.repo.edits import Amendment, dropped
 from kvstore.repo.heads import versions_of
 from kvstore.repo.repository import Repo
 
+__all__ = ["Report", "fsck"]
 WEEK_S: Final = 7 * 86400.0
 
 

@@ -91,9 +91,8 @@ class Heads:
         etag = await self._root.attempt(key, dump(new), Update(old.etag))
         if etag is None:
             return None
-        landed = Position(new, etag, old.epoch)
-        self._cache[key] = landed
-        return landed
+        self._cache[key] = Position(new, etag)  # whoever finds it here has read no epoch after it
+        return Position(new, etag, old.epoch)
 
 
 # --- the values a head goes through -----------------------------------------------------------------------------------
