@@ -41,7 +41,7 @@ def unfold(manifest: Manifest | None, n: int) -> list[Block]:
 
 def fold(blocks: Sequence[Block], namespace: Namespace, labels: dict[str, str], now: float) -> Manifest:
     """A manifest of these blocks."""
-    order = {shard: index for index, shard in enumerate(dict.fromkeys(shard for block in blocks for shard in block.copies))}
+    order = {shard: index for index, shard in enumerate(sorted({shard for block in blocks for shard in block.copies}))}
     return Manifest(
         namespace=namespace.id,
         shards=tuple(order),
@@ -53,7 +53,7 @@ def fold(blocks: Sequence[Block], namespace: Namespace, labels: dict[str, str], 
             BlockRef(
                 block.link.prefix_id,
                 block.link.tokens,
-                tuple(Copy(order[shard], copy.gen, copy.bytes, copy.header_bytes) for shard, copy in block.copies.items()),
+                tuple(Copy(order[shard], copy.gen, copy.bytes, copy.header_bytes) for shard, copy in sorted(block.copies.items())),
             )
             for block in blocks
         ),

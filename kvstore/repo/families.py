@@ -338,7 +338,7 @@ class _Group:
         while edits:
             changes = {branch: value for _, edit in edits for branch, value in edit.branches.items()}
             try:
-                return fitted(swapped(head, self._write, branches=changes))
+                return fitted(swapped(head, self._write, branches=changes), growing=not changes.keys() <= head.branches.keys())
             except TooManyBranches as error:
                 growing = [entry for entry in edits if not entry[1].branches.keys() <= head.branches.keys()] or list(edits)
                 self._reject([ticket for ticket, _ in growing], error)

@@ -117,19 +117,24 @@ def swapped(head: Head, write: str, *, branches: Mapping[str, Branch | None] | N
     return msgspec.structs.replace(head, swaps=head.swaps + 1, write=write, recent=recent, branches=kept, **fields)
 
 
-def fitted(head: Head) -> Head:
+def fitted(head: Head, *, growing: bool) -> Head:
     """The head cut to what may be stored: older versions go first.
 
+    Args:
+        head: What shall be stored.
+        growing: Whether it has a branch more; an eighth of the room is left to the branches that are in already.
+
     Raises:
-        TooManyBranches: It is too large even without them.
+        TooManyBranches: It is too large even without older versions.
     """
+    limit = MAX_HEAD_BYTES * 7 // 8 if growing else MAX_HEAD_BYTES
     large = len(head.branches) > HISTORY_UNTIL
-    if not large and len(dump(head)) <= MAX_HEAD_BYTES:
+    if not large and len(dump(head)) <= limit:
         return head
     for keep in (0,) if large else (32, 16, 8, 4, 2, 1, 0):
         branches = {name: _with_history(branch, keep) for name, branch in head.branches.items()}
         smaller = msgspec.structs.replace(head, branches=branches)
-        if len(dump(smaller)) <= MAX_HEAD_BYTES:
+        if len(dump(smaller)) <= limit:
             return smaller
     raise TooManyBranches(f"this family of sessions has {len(head.branches)} branches, more than one head can hold")
 

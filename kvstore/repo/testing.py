@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -102,6 +103,12 @@ async def commit(
     links = shelf.fill(namespace, tokens, shards)
     proposal = Proposal(namespace=namespace, base=base, links=tuple(links), shards=tuple(shards), **fields)
     return await repo.commit(namespace.tenant, session, lane, proposal, shelf)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until something holds."""
+    while not condition():
+        await asyncio.sleep(0)  # noqa: ASYNC110  stepping the event loop is the point
 
 
 def broken(objects: Mapping[str, bytes], keys: Keys) -> list[str]:
