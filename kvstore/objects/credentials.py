@@ -61,14 +61,15 @@ class Rotation:
         async with self._lock:
             if (usable := self._usable(rejected)) is not None:  # somebody else looked while this call waited
                 return usable
-            if rejected is not None:
-                self._forced_at = self._clock.monotonic()
             try:
                 self._current = await asyncio.to_thread(self._fetch)
             except KVTierError:
                 if self._current is None or self._expired(self._current):
                     raise
                 # The old ones still work: a source that is away for a moment must not take the store with it.
+            finally:
+                if rejected is not None:
+                    self._forced_at = self._clock.monotonic()
             self._recheck_at = self._clock.monotonic() + self._rest(self._current)
             return self._current
 

@@ -28,6 +28,7 @@ from kvstore.objects.base import (
 
 _CREATORS: Final = 3  # SeaweedFS takes a second per round from about this many racers on
 _SWAPPERS: Final = 2
+_ROUNDS: Final = 3  # all of them may lose to each other by 409; then they race again
 
 
 class Guarantees(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,13 +155,14 @@ class _Trial:
                 return None  # 409: it met another write, and lost
             return done if isinstance(done, Stored) else None
 
-        outcomes = await asyncio.gather(*map(write, bodies))
-        won = [(body, done.etag) for body, done in zip(bodies, outcomes, strict=True) if done]
-        if len(won) > 1:
-            raise _unsafe(f"{len(won)} of {len(bodies)} simultaneous {type(mode).__name__.lower()} writes won")
-        if not won:
-            raise Unavailable(f"of {len(bodies)} simultaneous writes none won: other clients, or a store under load")
-        return won[0]
+        for _ in range(_ROUNDS):
+            outcomes = await asyncio.gather(*map(write, bodies))
+            won = [(body, done.etag) for body, done in zip(bodies, outcomes, strict=True) if done]
+            if len(won) > 1:
+                raise _unsafe(f"{len(won)} of {len(bodies)} simultaneous {type(mode).__name__.lower()} writes won")
+            if won:
+                return won[0]
+        raise Unavailable(f"of {len(bodies)} simultaneous writes none won, {_ROUNDS} times", kind="store_conflict")
 
 
 def _unsafe(broken: str) -> Unsupported:
