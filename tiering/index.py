@@ -153,9 +153,16 @@ class Index:
             else:
                 for ask in group:
                     if ask.then is not None:
-                        ask.then()
+                        self._tell(ask.then)
                     if not ask.done.done():
                         ask.done.set_result(None)
+
+    @staticmethod
+    def _tell(then: Callable[[], None]) -> None:
+        try:
+            then()
+        except Exception:  # noqa: BLE001  a defect of the owner's must not end the thread that everybody waits for
+            _log.exception("after a commit")
 
     def _next_group(self) -> tuple[list[_Ask], bool]:
         """Whatever is queued, waiting for the first; and whether there is more to come."""

@@ -1,5 +1,7 @@
 """Every tier keeps the one contract."""
 
+import errno
+import os
 from contextlib import asynccontextmanager
 
 import pytest
@@ -52,9 +54,6 @@ class TestDiskBuffered(TestDisk):
 
     @pytest.fixture(autouse=True)
     def _no_o_direct(self, monkeypatch):
-        import errno
-        import os
-
         real = os.open
 
         def refuse(path, flags, *args, **kwargs):

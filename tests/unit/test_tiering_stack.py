@@ -538,3 +538,25 @@ async def test_bytes_by_tier_add_up(rig):
         assert (stats["nvme"].bytes_out, stats["bucket"].bytes_out) == (2 * SIZE, 3 * SIZE)
         assert (stats["nvme"].reads.count, stats["bucket"].reads.count) == (2, 3)
         assert stats["bucket"].reads.total > 0
+
+
+async def test_reading_into_memory_beside_raw_reads(rig, record_property):
+    """Reports both in GB/s; asserts only that the bytes are right."""
+    count, size = 48, MIB
+    async with rig(dram=64 * MIB, disk=64 * MIB) as r:
+        wants = [want_of(n, size) for n in range(count)]
+        for start in range(0, count, 8):
+            items = [(want_of(n, size), memoryview(value_of(n, size))) for n in range(start, start + 8)]
+            assert await r.disk.put_many(items) == [True] * 8
+        started = time.perf_counter()
+        leases = await r.stack.get_many(wants)
+        record_property("disk to memory, GB/s", count * size / (time.perf_counter() - started) / 1e9)
+        assert [bytes(lease.view[-9:]) for lease in leases] == [value_of(n, size)[-9:] for n in range(count)]
+        for lease in leases:
+            lease.release()
+        slots = [r.disk._catalog._entries[want.key].placed for want in wants]
+        buffer = r.dram._arena.view[: size + 4096]
+        started = time.perf_counter()
+        for slot in slots:
+            r.disk._slab._read_all(buffer[4096:], slot.offset + 4096)
+        record_property("raw, one thread, GB/s", count * size / (time.perf_counter() - started) / 1e9)
