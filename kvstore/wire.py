@@ -164,7 +164,7 @@ def check_versions(node: str, client: str) -> None:
 
 def _minor(version: str) -> tuple[int, int] | None:
     major, minor = (*version.split("."), "", "")[:2]
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    return (int(major), int(minor)) if f"{major}{minor}".isascii() and major.isdecimal() and minor.isdecimal() else None
 
 
 def parse_to_node(body: bytes) -> ToNode:

@@ -126,10 +126,10 @@ class Connection:
                 await self._writer.drain()
             message = await waiting.answer
         except BaseException:
-            if not waiting.answer.done():
-                waiting.answer.cancel()
-                self._writer.write(wire.frame(wire.Cancel(number)))
-            elif not waiting.answer.cancelled():
+            if waiting.answer.cancel() or waiting.answer.cancelled():
+                if self.lost is None:
+                    self._writer.write(wire.frame(wire.Cancel(number)))
+            else:  # it came at the same moment
                 failed = waiting.answer.exception() is not None
                 waiting.unwanted(None if failed else waiting.answer.result())
             raise

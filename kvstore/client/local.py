@@ -180,7 +180,7 @@ class _Put:
                 published.append(asyncio.create_task(self._publish(piece)))
                 first += len(piece.blocks)
             for task in published:
-                taken += await task
+                taken += await asyncio.shield(task)
         finally:
             for task in published:  # what was filled is published, also when nobody waits for it any more
                 task.add_done_callback(_looked_at)

@@ -141,7 +141,7 @@ class Connection:
 
     def _forget(self, number: int, done: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        if done.cancelled() and number in self._abandonable:  # before its first step; it is answered all the same
+        if done.cancelled() and number in self._abandonable and not self._writer.is_closing():  # before its first step; it is answered all the same
             self._writer.write(wire.frame(wire.Fault(number, self._cut_short(read=True).problem())))
         self._abandonable.discard(number)
 
@@ -176,6 +176,8 @@ class Connection:
                 return wire.Published(message.id, await self._publish(message))
 
     async def _send(self, message: wire.ToClient) -> None:
+        if self._writer.is_closing():
+            return
         frame = wire.frame(message)
         if len(frame) > wire.MAX_FRAME and not isinstance(message, wire.Fault):
             error = Overloaded(f"the answer would be {len(frame)} bytes, more than {wire.MAX_FRAME}: ask for less at a time")

@@ -195,9 +195,7 @@ async def test_an_unknown_namespace_is_not_found(kv):
 async def test_all_sessions_page_by_page(kv, service):
     async def page(tenant, request):
         start = int(request.cursor or 0)
-        found = [
-            api.Session(id=f"s{i}", namespace=NS.id, lane="main", version=1, tokens=0, blocks=0) for i in range(start, start + 2)
-        ]
+        found = [msgspec.structs.replace(SESSION, id=f"s{i}") for i in range(start, start + 2)]
         return api.SessionPage(sessions=found, cursor=str(start + 2) if start < 4 else "")
 
     service.answers["list_sessions"] = page

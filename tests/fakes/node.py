@@ -223,5 +223,5 @@ def payload_of(ns, lease, tokens=None):
 
 async def until(condition, seconds=10):
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)  # noqa: ASYNC110  what is waited for is in another process or thread, or has no event
+        while not condition():  # noqa: ASYNC110  what is waited for is in another process or thread, or has no event
+            await asyncio.sleep(0.002)
