@@ -278,8 +278,12 @@ class _Group:
             return None
         for ticket, edit in edits:
             ticket.sent.append(edit)
-        self._unresolved = at
-        landed = await self._heads.swap(self._key, at, new)
+        before, self._unresolved = self._unresolved, at
+        try:
+            landed = await self._heads.swap(self._key, at, new)
+        except KVTierError:  # not a lost answer: the store refused the request, or it was never sent
+            self._unresolved = before
+            raise
         if landed is not None:
             self._unresolved = None
             self._members = []

@@ -66,8 +66,12 @@ class Names:
             Unavailable: `outcome_unknown`.
         """
         value = Name(name=session, family=family, branch=branch, write=self._root.ids.new())
+        mode: PutMode = CREATE
         known = self._cache.get(key)
-        mode: PutMode = CREATE if known is None else Update(known.etag)
+        if known is not None:
+            if await alive(known.name):
+                raise AlreadyExists(f"session {session!r} exists already")
+            mode = Update(known.etag)
         for attempt in range(_TRIES):
             if attempt > 1:
                 await self._root.pause(attempt)

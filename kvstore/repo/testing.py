@@ -107,8 +107,8 @@ async def commit(
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks run until something holds."""
-    while not condition():
-        await asyncio.sleep(0)  # noqa: ASYNC110  stepping the event loop is the point
+    while not condition():  # noqa: ASYNC110  stepping the event loop is the point
+        await asyncio.sleep(0)
 
 
 def broken(objects: Mapping[str, bytes], keys: Keys) -> list[str]:
