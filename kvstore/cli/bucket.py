@@ -42,10 +42,13 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
         yield _failed("credentials", error)
         return
     yield _credentials(credentials)
+    sound = True
     async with S3Store.open(where) as store:
         async for finding in _store(store, Keys(url.path)):
+            sound = sound and finding.status != "fail"
             yield finding
-    yield await _versioning(where, credentials)
+    if sound:
+        yield await _versioning(where, credentials)
 
 
 def _credentials(found: Credentials) -> Finding:

@@ -74,14 +74,16 @@ def screen() -> Console:
 
 def transfer() -> Progress:
     """A progress bar over bytes, on stderr, gone when it is done."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

@@ -17,7 +17,7 @@ from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.client import SyncClient
 from kvstore.clock import SystemClock
 from kvstore.config import parse_seconds
-from kvstore.errors import Invalid, NotFound, Unavailable
+from kvstore.errors import EXIT_FAILED, Invalid, NotFound
 from kvstore.ids import Namespace, is_hex_id
 
 POLL_MS: Final = 100  # between two movements of the bar
@@ -144,10 +144,12 @@ def restore(
             status = _watch(kv, status, bar=form is Format.table)
     if form is Format.json:
         output.print_json(status)
-    else:
+    elif status.state != "failed":
         _print_restore(status)
     if status.state == "failed":
-        raise Unavailable(f"the restore of {id} failed: {status.error}")
+        typer.secho(f"error: {status.error}", fg="red", err=True)
+        typer.echo(f"  `kvtier sessions versions {id}` lists what can be restored", err=True)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -162,7 +162,7 @@ def test_twenty_kills_lose_nothing_that_was_acknowledged(bench):
     pick = SeededIds(2)
     for number in range(ROUNDS):
         moment = MOMENTS[number * 7 % len(MOMENTS)]
-        url = bench.start(moment, 0 if moment.endswith("name") else int(pick.jitter() * 5))
+        url = bench.start(moment, int(pick.jitter() * 2) if moment.endswith("name") else int(pick.jitter() * 10))
         try:
             if url is not None:
                 with kvstore.open_sync(url) as kv:

@@ -67,6 +67,6 @@ def test_the_python_of_the_readme(url, tiny, capsys):
     exec(compile(client, "README.md", "exec"), {})
     first, second, restored, *listed = capsys.readouterr().out.splitlines()
     assert first == "1 121 bucket"
-    assert second == "2 121 bucket"
-    assert restored.startswith("ready 2 ")
-    assert sorted(line.split()[0] for line in listed) == ["chat-1", "chat-1-b"]
+    assert second == first  # the same tokens again are the same version
+    assert restored.startswith("ready 1 ")
+    assert {"chat-1", "chat-1-b"} <= {line.split()[0] for line in listed}

@@ -1,0 +1,133 @@
+"""Commands about sessions, against a node inside this process: what they print, and how they end."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import kvstore
+from kvstore.cli.commands import app
+from kvstore.ids import Namespace, Shard
+
+NAMESPACE = Namespace(model="tiny/model", revision="r1", layers=1, kv_heads=1, head_dim=16, dtype="F32", block_tokens=16)
+
+
+@pytest.fixture
+def url(root):
+    return f"memory://{root}?dram=16MiB"
+
+
+@pytest.fixture
+def kvtier(url):
+    def run(*arguments, code=0):
+        result = CliRunner().invoke(app, [*arguments, "--url", url], catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def chat(url):
+    """A session with two versions of 16 and 40 tokens."""
+    links = kvstore.chain(NAMESPACE, range(40), partial=True)
+    with kvstore.open_sync(url) as kv:
+        assert kv.put(NAMESPACE, Shard(), links, lambda _, room: room.__setitem__(slice(None), bytes(len(room)))) == [True] * 3
+        kv.commit("chat", namespace=NAMESPACE, base_version=0, blocks=links[:1])
+        kv.commit("chat", namespace=NAMESPACE, base_version=1, blocks=links, labels={"team": "[red]search"})
+    return "chat"
+
+
+def lines(result):
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def rows(result):
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_a_session_as_a_table_and_as_json(kvtier, chat):
+    shown = dict(row[:2] for row in rows(kvtier("sessions", "show", chat)))
+    assert (shown["id"], shown["version"], shown["tokens"], shown["blocks"]) == ("chat", "2", "40", "3")
+    assert shown["labels"] == "team=[red]search"  # markup of others is text
+    [found] = lines(kvtier("sessions", "show", chat, "--format", "json"))
+    assert (found["id"], found["version"], found["tokens"], found["namespace"]) == ("chat", 2, 40, NAMESPACE.id)
+
+
+def test_the_list_is_complete_over_pages_and_says_when_there_is_more(kvtier, url):
+    with kvstore.open_sync(url) as kv:
+        for number in range(7):
+            kv.create_session(f"s{number}", namespace=NAMESPACE)
+    assert [line["id"] for line in lines(kvtier("sessions", "ls", "--format", "json"))] == [f"s{n}" for n in range(7)]
+    some = kvtier("sessions", "ls", "s", "--limit", "3")
+    assert [row[0] for row in rows(some)] == ["id", "s0", "s1", "s2"]
+    assert "there are more" in some.stderr
+    assert kvtier("sessions", "ls", "nobody").stderr == "no sessions\n"
+
+
+def test_versions_and_rewind(kvtier, chat):
+    assert [row[:2] for row in rows(kvtier("sessions", "versions", chat))[1:]] == [["2", "40"], ["1", "16"]]
+    [back] = lines(kvtier("sessions", "rewind", chat, "--version", "1", "--format", "json"))
+    assert (back["version"], back["tokens"]) == (3, 16)
+    current = [row for row in rows(kvtier("sessions", "versions", chat)) if row[-1] == "current"]
+    assert [row[0] for row in current] == ["3"]
+
+
+def test_restore_tells_what_is_where(kvtier, chat):
+    table = kvtier("sessions", "restore", chat).stdout
+    assert "40 of 40 in dram" in table
+    [status] = lines(kvtier("sessions", "restore", chat, "--version", "1", "--deadline", "10s", "--format", "json"))
+    assert (status["state"], status["staged_tokens"], status["tier"]) == ("ready", 16, "dram")
+    [status] = lines(kvtier("sessions", "restore", chat, "--no-wait", "--format", "json"))
+    assert status["state"] in {"resolving", "staging", "ready"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["sessions", "show", "nobody"], 3, "nobody"),
+        (["sessions", "rm", "nobody"], 3, "nobody"),
+        (["sessions", "fork", "chat", "chat"], 1, "chat"),
+        (["sessions", "create", "x", "--namespace", "/nowhere.json"], 3, "neither a namespace id"),
+        (["sessions", "create", "x", "--namespace", "0" * 64], 3, "0" * 64),
+        (["sessions", "create", "x", "--namespace", "README.md"], 2, "does not hold a namespace's fields"),
+        (["sessions", "create", "x", "--namespace", "0" * 64, "--label", "team"], 2, "team=search"),
+        (["sessions", "touch", "chat", "--ttl", "soon"], 2, "30s, 12h or 7d"),
+        (["sessions", "rewind", "chat"], 2, "exactly one of --version and --tokens"),
+        (["sessions", "restore", "chat", "--tier", "tape"], 2, "dram, nvme or bucket"),
+        (["sessions", "restore", "chat", "--version", "9"], 1, "9"),
+        (["sessions", "show", "../x"], 2, "path part"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_a_status_and_a_remedy(kvtier, chat, arguments, code, says):
+    result = kvtier(*arguments, code=code)
+    first, second = result.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert says in first
+    assert second.startswith("  ")
+    assert result.stdout == ""
+
+
+def test_removed_sessions_are_gone_and_the_next_collection_frees_them(kvtier, chat):
+    assert kvtier("sessions", "rm", chat).stdout == "deleted chat\n"
+    kvtier("sessions", "show", chat, code=3)
+    counted = kvtier("collect", "--dry-run").stdout
+    assert "to delete" in counted
+    [done] = lines(kvtier("collect", "--now", "--format", "json"))
+    assert (done["blocks_kept"], done["blocks_deleted"], done["manifests_kept"]) == (0, 3, 0)
+    assert "0 kept" in kvtier("collect").stdout
+
+
+def test_namespaces_and_stats(kvtier, chat):
+    assert rows(kvtier("namespaces", "ls"))[1][:3] == [NAMESPACE.id[:12], "tiny/model", "r1"]
+    table = kvtier("stats").stdout
+    assert "dram" in table
+    assert "store requests" in table
+    [found] = lines(kvtier("stats", "--format", "json"))
+    assert found["tiers"]["dram"]["limit"] == 16 << 20
+
+
+def test_a_node_that_is_not_there_is_unavailable():
+    result = CliRunner().invoke(app, ["sessions", "ls", "--url", "kvtier://127.0.0.1:9"], catch_exceptions=False)
+    assert result.exit_code == 4
+    assert "kvtier up" in result.stderr
