@@ -18,6 +18,7 @@ class Mutant(msgspec.Struct, frozen=True):
 MUTANTS: dict[str, Mutant] = {
     "window_2": Mutant("base", "R1", "an added block may be two epochs old", Rules(window=2)),
     "any_age": Mutant("base", "R1", "an added block may be of any age", Rules(window=99)),
+    "keep_unnamed": Mutant("base", "R1", "kept at any age because a manifest lists it, beyond `n`", Rules(keeps_only_named=False)),
     "no_generation": Mutant("base", "R1", "the key does not hold the generation", Rules(keys_carry_generation=False)),
     "old_manifest": Mutant("manifests", "R1", "a manifest may carry an older epoch", Rules(manifest_carries_own_epoch=False)),
     "epoch_first": Mutant("base", "R2", "the epoch is read before the head", Rules(epoch_after_head=False)),
@@ -52,6 +53,9 @@ MUTANTS: dict[str, Mutant] = {
     "grow": Mutant("history", "R10", "a swap that is no commit makes a branch longer", Rules(only_commits_grow=False)),
     "name_first": Mutant(
         "names", "create", "the name is written before the branch", Rules(branch_before_name=False), "not reachable"
+    ),
+    "blind_claim": Mutant(
+        "names", "create", "a claim does not name the value it judged", Rules(claims_what_it_judged=False), "not reachable"
     ),
     "blind_expire": Mutant(
         "ttl", "expire", "expiry does not name the head it judged", Rules(expires_what_it_judged=False), "was expired"

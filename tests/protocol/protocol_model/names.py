@@ -108,7 +108,7 @@ class NameMachine:
             if session.doomed:
                 yield ("network", "delivers a late DELETE of head", i), _with(s, i, life=Life.GONE, doomed=False)
         if s.delete_in_flight:
-            yield ("network", "delivers a late DELETE of the name", ""), _pointed(s, -1)
+            yield ("network", "delivers a late DELETE of the name", ""), self._pointed(s, -1)
 
     def _create(self, s: Names, i: int) -> Steps:
         me, who = s.processes[i], f"p{i}"
@@ -121,13 +121,13 @@ class NameMachine:
                 if self.rules.branch_before_name:
                     yield (who, "PUT head, empty", new), _moved(made, i, Doing.HEAD, new)
                 else:
-                    yield (who, "swap name to", new), _moved(_pointed(made, new), i, Doing.OWES, new)
+                    yield (who, "swap name to", new), _moved(self._pointed(made, new), i, Doing.OWES, new)
             case Doing.HEAD if s.sessions[me.session].life == Life.EMPTY:
                 yield (who, "commit branch", me.session), _moved(_with(s, me.session, life=Life.LIVE), i, Doing.BRANCH, me.session)
             case Doing.HEAD:
                 yield (who, "head is dead, starts again", me.session), _moved(s, i, Doing.IDLE)
             case Doing.BRANCH:
-                named = _with(_pointed(s, me.session), me.session, acknowledged=True)
+                named = _with(self._pointed(s, me.session), me.session, acknowledged=True)
                 yield (who, "swap name, acknowledges", me.session), _moved(named, i, Doing.IDLE)
             case Doing.BEATEN:
                 life = s.sessions[me.session].life if me.session >= 0 else Life.ENDED
@@ -161,6 +161,14 @@ class NameMachine:
         elif not s.sessions[i].doomed:
             yield ("reaper", "decides to DELETE head", i), _with(s, i, doomed=True)
 
+    def _pointed(self, s: Names, to: int) -> Names:
+        """A conditional PUT of the name that succeeds (or a DELETE): every creator who holds the old ETag is beaten."""
+        s = replace(s, pointer=to)
+        if not self.rules.claims_what_it_judged:
+            return s
+        holding = (Doing.FREE, Doing.HEAD, Doing.BRANCH)
+        return replace(s, processes=tuple(replace(p, doing=Doing.BEATEN) if p.doing in holding else p for p in s.processes))
+
 
 def _taken(s: Names) -> bool:
     return s.pointer >= 0 and s.sessions[s.pointer].life == Life.LIVE
@@ -172,10 +180,3 @@ def _with(s: Names, session: int, **changes: object) -> Names:
 
 def _moved(s: Names, i: int, doing: Doing, session: int = -1) -> Names:
     return replace(s, processes=put(s.processes, i, Process(doing, session)))
-
-
-def _pointed(s: Names, to: int) -> Names:
-    """A conditional PUT of the name that succeeds (or a DELETE): every creator who holds the old ETag is beaten."""
-    holding = (Doing.FREE, Doing.HEAD, Doing.BRANCH)
-    beaten = tuple(replace(p, doing=Doing.BEATEN) if p.doing in holding else p for p in s.processes)
-    return replace(s, pointer=to, processes=beaten)

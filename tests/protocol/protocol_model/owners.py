@@ -54,7 +54,8 @@ def _edit(s: State, c: Config, head: Head, place: Place, entry: Entry) -> Steps:
         yield swapped("grow", replace(entry, n=len(entry.manifest.refs)))
     for other, taken in enumerate(head.branches):
         if taken is None:
-            yield swapped("fork into", entry, Place(place.family, other))
+            for version in (entry, *entry.history):
+                yield swapped("fork into", replace(version, history=()), Place(place.family, other))
 
 
 def _expire(s: State, c: Config, head: Head, place: Place, entry: Entry) -> Steps:

@@ -8,6 +8,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     # R1, age
     window: int = 1  # an added block may be this many epochs older than the epoch its writer read
+    keeps_only_named: bool = True  # what it keeps at any age is named by the head, not merely listed in a manifest beyond `n`
     keys_carry_generation: bool = True
     manifest_carries_own_epoch: bool = True
     # R2, order
@@ -45,6 +46,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     only_commits_grow: bool = True
     # operations
     branch_before_name: bool = True
+    claims_what_it_judged: bool = True
     expires_what_it_judged: bool = True
     kills_before_deleting: bool = True
     # a commit that finds another version than its base (step 6)

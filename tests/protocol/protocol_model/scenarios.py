@@ -115,10 +115,10 @@ SCENARIOS: dict[str, Scenario] = {
     "history": Scenario(
         Config(about="a branch names its previous version", writers=ONE, edits=True, history=True, max_epoch=4),
         {"max_epoch": 3},
-        frozenset({"swap: restore the version before", "swap: rewind", "decides to delete"}),
+        frozenset({"swap: restore the version before", "swap: rewind", "keeps block", "decides to delete"}),
     ),
     "history2": Scenario(
-        Config(about="as history; manifests are objects", writers=ONE, edits=True, history=True, manifests=True, max_epoch=4),
+        Config(about="as history; manifests are objects", writers=ONE, edits=True, history=True, manifests=True, max_epoch=3),
         {"max_epoch": 2},
         frozenset({"swap: restore the version before", "GET manifest", "decides to delete"}),
     ),

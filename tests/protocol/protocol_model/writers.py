@@ -106,8 +106,18 @@ def _get_block(turn: Turn) -> Steps:
         does = "PUT block" if gen == me.epoch else "HEAD finds block"
         block = Object(gen, prefix)
         yield (turn.who, does, block), turn.to(s, at=after, block=block)
+    for block in sorted(_kept(turn, prefix, oldest)):
+        yield (turn.who, "keeps block", block), turn.to(s, at=after, block=block)
     if c.copies:
         yield from _copy_block(turn, prefix, after)
+
+
+def _kept(turn: Turn, prefix: int, oldest: int) -> set[Object]:
+    """What this very head names, in whichever branch or version, may be named again at any age."""
+    entries = [version for e in (turn.head.branches if turn.head else ()) if e for version in (e, *e.history)]
+    named = turn.c.rules.keeps_only_named
+    blocks = {block for e in entries for block in (e.blocks if named else e.manifest.refs)}
+    return {block for block in blocks if block.prefix == prefix and block.gen < oldest}
 
 
 def _copy_block(turn: Turn, prefix: int, after: At) -> Steps:
