@@ -74,7 +74,7 @@ class Writer(Value, frozen=True):
         block: What it will add.
         manifest: What it has put, where manifests are objects.
         commit: How many commits it has finished; with its index this makes the write id.
-        since: Swaps of the head since the one its first attempt was built on, up to one more than the ring holds; -1 while no
+        since: Swaps of the head since the one its last attempt was built on, up to one more than the ring holds; -1 while no
             answer was lost.
         unwritten: Nobody wrote `block`; ghost.
         held: The head it read; only where a repeated body makes the comparison matter.

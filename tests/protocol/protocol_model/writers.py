@@ -175,7 +175,7 @@ def _swap(turn: Turn) -> Steps:
 
 def _swap_and_lose_the_answer(turn: Turn, head: Head, entry: Entry | None) -> Steps:
     s, c, family = turn.s, turn.c, turn.family
-    asks = turn.to(s, since=max(0, turn.me.since))
+    asks = turn.to(s, since=0)
     arrived = landed(swap(asks, c, family, head, by=turn.i, write_id=turn.write_id), turn.write_id)
     yield (turn.who, "swap head, answer lost", entry), turn.back(arrived)
     sent = replace(asks, flights=s.flights | {Flight(family, turn.write_id, head)})
