@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from kvstore.client.fork import Birth
@@ -15,6 +15,9 @@ from kvstore.errors import Closed, Invalid
 
 R = TypeVar("R")
 _JOIN_S: Final = 5.0
+
+
+Goodbye = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Background:
@@ -25,10 +28,16 @@ class Background:
         self._submitting = threading.Lock()  # so that nothing is handed to a loop that has stopped
         self._closed = False
         self._loop = asyncio.new_event_loop()
+        self._goodbyes: list[Goodbye] = []
         # A daemon: the interpreter would otherwise wait for it at exit before it lets anybody stop it.
-        self._thread = threading.Thread(target=_work, args=(self._loop,), name="kvtier-client", daemon=True)
+        work = (self._loop, self._goodbyes)
+        self._thread = threading.Thread(target=_work, args=work, name="kvtier-client", daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, _stop, self._birth, self._loop, self._thread)
+
+    def at_end(self, goodbye: Goodbye) -> None:
+        """Run this last, however it ends."""
+        self._goodbyes.append(goodbye)
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """The coroutine's outcome. An interrupt (Ctrl-C) cancels it.
@@ -56,17 +65,14 @@ class Background:
             future.cancel()
             raise
 
-    def close(self, goodbye: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run a last coroutine, cancel what else runs, and stop. Does nothing the second time, and in a forked child."""
-        if goodbye is not None:
-            with contextlib.suppress(Closed):
-                self.run(goodbye)
+    def close(self) -> None:
+        """Cancel what runs, say goodbye, and stop. Does nothing the second time, and in a forked child."""
         with self._submitting:
             self._closed = True
         self._stop()
 
 
-def _work(loop: asyncio.AbstractEventLoop) -> None:
+def _work(loop: asyncio.AbstractEventLoop, goodbyes: list[Goodbye]) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
@@ -75,6 +81,7 @@ def _work(loop: asyncio.AbstractEventLoop) -> None:
         for task in left:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*(goodbye() for goodbye in goodbyes), return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

@@ -50,10 +50,12 @@ class SyncClient:
         """Start a loop and connect on it; :func:`kvstore.open_sync` does this for a URL."""
         background = Background()
         try:
-            return cls(background, background.run(connect()))
+            client = background.run(connect())
         except BaseException:
             background.close()
             raise
+        background.at_end(client.aclose)
+        return cls(background, client)
 
     restore = _blocking(Client.restore)
     get_restore = _blocking(Client.get_restore)
@@ -84,7 +86,7 @@ class SyncClient:
 
     def close(self) -> None:
         """Let go of the connection, and of every lease. A second call does nothing, and so does one in a forked child."""
-        self._background.close(self._client.aclose())
+        self._background.close()
 
     def __enter__(self) -> Self:
         return self

@@ -141,7 +141,8 @@ class Connection:
 
     def _forget(self, number: int, done: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        if done.cancelled() and number in self._abandonable and not self._writer.is_closing():  # before its first step; it is answered all the same
+        unanswered = done.cancelled() and number in self._abandonable  # it was cancelled before its first step
+        if unanswered and not self._writer.is_closing():
             self._writer.write(wire.frame(wire.Fault(number, self._cut_short(read=True).problem())))
         self._abandonable.discard(number)
 
