@@ -49,6 +49,7 @@ def log_to_stderr(level: str) -> None:
     if number is None:
         raise typer.BadParameter(f"{level!r} is not one of debug, info, warning, error", param_hint="--log-level")
     logging.basicConfig(stream=sys.stderr, level=number, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("botocore").setLevel(max(number, logging.WARNING))  # it tells of every look-up of credentials
 
 
 async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> None:
