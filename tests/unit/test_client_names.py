@@ -40,7 +40,7 @@ def test_the_blocking_client_has_all_that_the_async_one_has():
 
 
 LOOK = "import sys, time; t = time.perf_counter(); import kvstore; print(time.perf_counter() - t, *sorted(sys.modules))"
-HEAVY = "torch transformers vllm aiohttp aiobotocore botocore obstore lmdb zstandard cachetools uvloop typer rich prometheus_client tiering"
+HEAVY = "torch transformers vllm aiohttp aiobotocore botocore obstore lmdb zstandard uvloop typer rich prometheus_client tiering"
 
 
 def test_importing_kvstore_is_light(record_property):
