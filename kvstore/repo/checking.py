@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, Literal
 
 import msgspec
@@ -77,7 +78,7 @@ class Check:
     Attributes:
         report: What was found.
         sound: For each manifest key that is damaged, how many leading blocks are sound; -1 where it is absent or unreadable.
-        bad: Named copies that are missing or corrupt.
+        bad: Named copies that are missing or corrupt, once for every manifest that names them.
         heads: By key, as they were read.
         nameless: (head key, branch id) of branches without name and TTL, older than the grace.
     """
@@ -89,8 +90,9 @@ class Check:
         self.bad: list[Named] = []
         self.nameless: list[tuple[str, str]] = []
         self.heads: dict[str, Head] = {}
-        self._manifests: set[str] = set()
+        self._manifests: dict[str, tuple[str, int]] = {}  # key to the head that names it, and how many blocks of it
         self._blocks: dict[str, Named] = {}
+        self._damaged: set[str] = set()
 
     async def run(self, *, deep: bool, grace: float) -> Report:
         """Heads, then what they name, then what is there, then the names."""
@@ -100,6 +102,7 @@ class Check:
         await together(self._named_by, list(self.heads.items()))
         await self._stored_manifests()
         await self._stored_blocks(deep=deep)
+        await self._blame()
         await self._names(await self._root.store.now() - grace)
         return self.report
 
@@ -135,7 +138,7 @@ class Check:
         longest = _longest(head)
         for name, n in longest.items():
             manifest_key = self.manifest_key(key, name)
-            self._manifests.add(manifest_key)
+            self._manifests[manifest_key] = (key, n)
             try:
                 manifest = await self._repo.manifests.fetch(manifest_key)
             except Corrupt as error:
@@ -152,11 +155,18 @@ class Check:
         for index, block in enumerate(manifest.blocks[:n]):
             if not block.copies:
                 self.find("block_without_copies", manifest_key, f"block {index}")
+        self._blocks.update((key, named) for key, named in self._entries(head, manifest_key, manifest, n))
+
+    def _entries(self, head: str, manifest_key: str, manifest: Manifest, n: int) -> Iterator[tuple[str, Named]]:
+        """The block objects that the first `n` blocks of a manifest name, by key."""
+        for index, block in enumerate(manifest.blocks[:n]):
             for copy in block.copies:
                 shard = manifest.shards[copy.shard]
                 name = BlockName(manifest.namespace, Shard.parse(shard), block.prefix_id, block.tokens)
-                key = self._keys.block(manifest.namespace, shard, block.prefix_id, copy.gen)
-                self._blocks[key] = Named(head, manifest_key, index, name, copy)
+                yield (
+                    self._keys.block(manifest.namespace, shard, block.prefix_id, copy.gen),
+                    Named(head, manifest_key, index, name, copy),
+                )
 
     async def _still_named(self, head_key: str, manifest: str) -> bool:
         """Whether a head names it even now: others commit while we look."""
@@ -200,7 +210,7 @@ class Check:
         if not isinstance(await self._root.store.head(key), Absent):
             return  # it was stored while the listing went on
         if await self._still_named(named.head, named.manifest.rpartition("/")[2]):
-            self._damaged("block_missing", key, named, f"block {named.index} of {named.manifest}")
+            self._damage("block_missing", key, f"block {named.index} of {named.manifest}")
 
     async def _inspect(self, entry: tuple[ObjectMeta, Named]) -> None:
         """Read a block whose size is not the stated one, or every one when the check is deep."""
@@ -212,10 +222,10 @@ class Check:
         try:
             miss = await self._repo.origin.inspect(want(fields, named.name, named.copy))
         except Invalid as error:
-            self._damaged("block_corrupt", meta.key, named, error.message)
+            self._damage("block_corrupt", meta.key, error.message)
             return
         if miss is Miss.CORRUPT:
-            self._damaged("block_corrupt", meta.key, named, f"block {named.index} of {named.manifest}")
+            self._damage("block_corrupt", meta.key, f"block {named.index} of {named.manifest}")
         elif miss is None and meta.size != named.copy.bytes:
             self.find("block_resized", meta.key, f"{meta.size} bytes where {named.copy.bytes} are stated; sound", severity="note")
 
@@ -225,10 +235,18 @@ class Check:
         except Corrupt:
             return None
 
-    def _damaged(self, kind: str, key: str, named: Named, detail: str) -> None:
-        self.bad.append(named)
-        self.sound[named.manifest] = min(named.index, self.sound.get(named.manifest, named.index))
+    def _damage(self, kind: str, key: str, detail: str) -> None:
+        self._damaged.add(key)
         self.find(kind, key, detail)
+
+    async def _blame(self) -> None:
+        """Which manifests a damaged block shortens: several versions may name it."""
+        for manifest_key, (head, n) in self._manifests.items() if self._damaged else ():
+            manifest = None if manifest_key in self.sound else await self._repo.manifests.get(manifest_key)
+            if manifest is not None:
+                self.bad += [named for key, named in self._entries(head, manifest_key, manifest, n) if key in self._damaged]
+        for named in self.bad:
+            self.sound[named.manifest] = min(named.index, self.sound.get(named.manifest, named.index))
 
     # --- names ---
 

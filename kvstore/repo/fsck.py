@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kvstore.errors import Gone, KVTierError
+from kvstore.ids import BlockName
 from kvstore.model import Branch, Version
 from kvstore.repo.blocks import want
 from kvstore.repo.checking import Check, Named, Report
@@ -45,7 +46,12 @@ class _Repairs:
         self._repo, self._check, self._done = repo, check, check.report.repaired
 
     async def run(self) -> None:
-        bad = [named for named in self._check.bad if not await self._mended(named)]
+        mended: dict[tuple[BlockName, int], bool] = {}
+        for named in self._check.bad:
+            at = (named.name, named.copy.gen)
+            if at not in mended:
+                mended[at] = await self._mended(named)
+        bad = [named for named in self._check.bad if not mended[named.name, named.copy.gen]]
         sound = {key: n for key, n in self._check.sound.items() if n < 0}
         for named in bad:
             sound[named.manifest] = min(named.index, sound.get(named.manifest, named.index))
