@@ -113,6 +113,8 @@ class Connection:
             self._slots.release()
             raise
         waiting = self._waiting[number] = _Waiting(self._loop.create_future(), unwanted)
+        if self._released:
+            self._flush()  # what was given back before this request makes room for it
         self._writer.write(frame)
         return number, waiting
 
