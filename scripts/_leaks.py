@@ -24,9 +24,16 @@ def main(command: list[str]) -> int:
     """Run it; its exit status, or 1 where it leaked."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         print("leaks: this kernel has no child subreapers; left-over processes go unnoticed", file=sys.stderr)
-    process = subprocess.Popen(command)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, _: process.send_signal(number) if number == signal.SIGTERM else None)
+    # Neither signal may end us before the command: Ctrl-C reaches it as well, SIGTERM is passed on.
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    process = subprocess.Popen(
+        command,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),  # noqa: PLW1509  this process has one thread
+    )
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     status = process.wait()
     leaked = _left_after(GRACE_S)
     for pid, what in leaked.items():
