@@ -188,7 +188,7 @@ class Slab:
     def _read_all(self, into: memoryview, offset: int) -> None:
         while into.nbytes:
             got = os.preadv(self._fd, [into], offset)
-            if not got:
+            if not got or got % PAGE:  # only the end of a file is no whole page
                 raise ShortRead(errno.EIO, "the slab ends before the slot does")
             offset += got
             into = into[got:]

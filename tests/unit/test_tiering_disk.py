@@ -91,6 +91,17 @@ async def test_b29_a_slab_cut_in_half_gives_misses_and_goes_on(folder):
         assert [await get(tier, n) for n in range(8)] == list(range(8))
 
 
+async def test_b29_a_read_that_ends_within_a_page_met_the_end_of_the_file(folder, monkeypatch):
+    """Whatever grew there since: asking for the rest would be an unaligned read."""
+    real = os.preadv
+    async with disk(folder) as tier:
+        await put(tier, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr("tiering.slab.os.preadv", lambda fd, parts, at: min(5000, real(fd, parts, at)))
+            assert await get(tier, 1) is Miss.CORRUPT
+        assert tier.count == 0
+
+
 async def test_b29_an_io_error_drops_the_value_and_any_other_error_keeps_it(folder, monkeypatch):
     async with disk(folder) as tier:
         await put(tier, 1)
