@@ -89,9 +89,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 class ObjectStore(Protocol):
     """Keys are full keys, as :class:`kvstore.keys.Keys` spells them.
 
-    Every call has a deadline of the store's own and raises, besides what each says: `Unavailable` (kinds `unavailable`,
-    `timeout`, `store_busy`, `store_conflict`, `clock_skew`, `no_bucket`), `Denied` (by kind: credentials, expiry, rights),
-    `Invalid` (a key no store keeps as it is, a wrong region), `Overloaded` (no room for its bytes in time), `Unsupported`,
+    Every call has a deadline of the store's own and raises, besides what each says: `Unavailable` (kinds `unavailable`, `timeout`,
+    `store_busy`, `store_conflict`, `clock_skew`, `no_bucket`, `untrusted_certificate`), `Denied` (by kind: credentials, expiry,
+    rights), `Invalid` (a key no store keeps as it is, a wrong region), `Overloaded` (no room for its bytes in time), `Unsupported`,
     `Closed` (kind `forked` in a forked child).
     """
 

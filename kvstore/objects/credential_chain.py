@@ -70,7 +70,7 @@ def small_chain(environment: Environment, region: str, *, instance_metadata: boo
 def _botocore(instance_metadata: bool) -> Callable[[], Credentials] | None:
     try:
         import botocore.exceptions  # noqa: PLC0415  only there with the extra `node`
-        import botocore.session  # noqa: PLC0415
+        import botocore.session  # noqa: PLC0415  as above
     except ImportError:
         return None
 

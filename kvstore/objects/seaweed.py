@@ -34,10 +34,11 @@ _STOP_S: Final = 10.0
 _PORTS: Final = ("s3", "master", "volume", "filer", "admin")
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_000  # below the ports that outgoing connections take, so that they are free again later
 
-# The child asks to be told when its parent dies (PR_SET_PDEATHSIG = 1), looks whether that has happened already, and becomes the
-# server: nothing is left running after a kill -9 of the parent.
+# The child asks to be killed when its parent dies (PR_SET_PDEATHSIG = 1), looks whether that has happened already, and becomes the
+# server: nothing is left running after a kill -9 of the parent. Killed, not asked to stop: without its folder it would not, and
+# what it acknowledged survives either way.
 _RUN_WITH_PARENT: Final = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); parent = int(sys.argv[1]); "
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); parent = int(sys.argv[1]); "
     "os.getppid() == parent or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
 )
 

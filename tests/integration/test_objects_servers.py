@@ -100,6 +100,14 @@ PARENT = """
 """
 
 
+def ended(pid):
+    """Gone, or a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
+    except FileNotFoundError:
+        return True
+
+
 def test_kill_9_of_the_parent_ends_the_server_and_frees_its_folder(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path)], stdout=subprocess.PIPE, text=True)
     pid, endpoint = parent.stdout.readline().split()
@@ -110,9 +118,22 @@ def test_kill_9_of_the_parent_ends_the_server_and_frees_its_folder(tmp_path):
     try:
         server.wait_ready()
         assert server.endpoint == endpoint
-        assert not Path(f"/proc/{pid}/cmdline").exists() or Path(f"/proc/{pid}/cmdline").read_bytes() == b""  # gone, or a zombie
+        assert ended(pid)
     finally:
         server.kill()
+
+
+def test_a_server_whose_folder_is_gone_ends_with_its_parent_too(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pid, _ = parent.stdout.readline().split()
+    parent.kill()
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 10
+    while not ended(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert ended(pid)
 
 
 def test_a_folder_serves_one_server_at_a_time(tmp_path, monkeypatch):

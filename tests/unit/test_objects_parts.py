@@ -1,7 +1,11 @@
 """The small parts under the stores: settings, signatures, documents, answers, and the gate."""
 
 import asyncio
+import datetime as dt
+import subprocess
+import sys
 
+import obstore
 import pytest
 
 from kvstore.errors import KINDS, Invalid, KVTierError, Overloaded
@@ -10,6 +14,7 @@ from kvstore.objects.answers import Refusal, refusal_in
 from kvstore.objects.credentials import Credentials
 from kvstore.objects.documents import deletion, parse_deletion, parse_page
 from kvstore.objects.gate import ByteGate
+from kvstore.objects.sessions import _client
 from kvstore.objects.signing import encode_path, encode_query, sign
 
 EXAMPLE = Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
@@ -56,6 +61,22 @@ def test_addresses_of_a_bucket():
     local = S3Settings(bucket="data", endpoint="http://[::1]:8333")
     assert (local.address().url, local.address().authority) == ("http://[::1]:8333", "[::1]:8333")
     assert S3Settings(bucket="data", endpoint="https://minio.example:443/").address().authority == "minio.example"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"addressing": "virtual"},
+        {},
+        {"addressing": "virtual", "endpoint": "https://minio.example:9000"},
+        {"endpoint": "http://[::1]:1"},
+    ],
+)
+def test_both_transports_ask_for_the_same_url(fields):
+    settings = S3Settings(bucket="data", **fields)
+    client = _client(settings, Credentials("id", "secret"), "", 5.0)
+    signed = obstore.sign(client, "GET", "a b/世", dt.timedelta(seconds=9))
+    assert signed.partition("?")[0] == f"{settings.address().url}{settings.address().path}/{encode_path('a b/世')}"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8333", "localhost:9000", "[::1]", "127.1.2.3"])
@@ -207,3 +228,9 @@ async def test_waiting_too_long_at_the_gate_is_overload():
     assert gate.held == 0
     async with gate.hold(10):
         assert gate.held == 10
+
+
+def test_the_light_names_import_nothing_heavy():
+    code = "import sys, kvstore.objects; print(*sorted({n.partition('.')[0] for n in sys.modules}))"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    assert not loaded & {"obstore", "aiobotocore", "botocore", "boto3", "aiohttp", "torch", "lmdb"}
