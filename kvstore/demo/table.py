@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-NAMES = {"recompute": "read everything again", "bucket": "bucket", "nvme": "NVMe", "dram": "DRAM", "fork": "a fork, from DRAM"}
+NAMES = {"recompute": "nowhere: read again", "bucket": "the bucket", "nvme": "NVMe", "dram": "DRAM", "fork": "DRAM, forked"}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,20 +50,23 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 def table(found: Found) -> Table:
     """For a person."""
     shown = Table(
-        title=f"Time to first token after {found.tokens:,} tokens, {_plural(found.threads, 'thread')}", title_style="bold"
+        title=f"Time to first token after {found.tokens:,} tokens, on {_plural(found.threads, 'thread')}", title_style="bold"
     )
-    for heading in ("the session is in", "median", "fastest", "slowest", "times faster", "bytes", "tiers hit"):
-        shown.add_column(heading, justify="left" if heading in {"the session is in", "tiers hit"} else "right")
+    shown.add_column("session in")
+    for heading in ("median", "range", "faster", "read"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("from")
     shown.add_column("identical", justify="center")
     baseline = found.rows[0].median
     for row in found.rows:
         read = sum(row.by_tier.values())
         shown.add_row(
             NAMES[row.source],
-            *(f"{value:.3f} s" for value in (row.median, min(row.seconds), max(row.seconds))),
+            f"{row.median:.3f} s",
+            f"{min(row.seconds):.2f}-{max(row.seconds):.2f}" if len(row.seconds) > 1 else "",
             "" if row is found.rows[0] else f"{baseline / row.median:.1f}x",
             f"{read / 1e6:.0f} MB" if read else "",
-            ", ".join(f"{tier} {size / read:.0%}" for tier, size in row.by_tier.items()),
+            ", ".join(tier if size == read else f"{tier} {size / read:.0%}" for tier, size in row.by_tier.items()),
             {None: Text(""), True: Text("yes", "green"), False: Text("NO", "bold red")}[row.identical],
         )
     return shown
