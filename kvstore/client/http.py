@@ -204,9 +204,9 @@ class HttpTransport:
         except aiohttp.ClientConnectorError as error:
             raise Unavailable(f"{self._base}: no node listens there ({error.strerror})", remedy=START) from None
         except TimeoutError:
-            raise no_answer(name, f"the node did not answer within {timeout_s:g} s") from None
+            raise no_answer(name, f"the node did not answer within {timeout_s:g} s", late=True) from None
         except aiohttp.ClientError as error:
-            raise no_answer(name, f"the connection failed ({error})") from None
+            raise no_answer(name, f"the connection failed ({error})", late=False) from None
 
 
 def _loopback(host: str) -> bool:

@@ -136,10 +136,10 @@ async def _call(connection: Connection, name: str, request: api.Request) -> api.
     try:
         answer = await connection.ask(lambda number: wire.Ask(number, name, body), patience(name, request))
     except TimeoutError:
-        raise no_answer(name, "the node did not answer in time") from None
+        raise no_answer(name, "the node did not answer in time", late=True) from None
     except Unavailable:
         if connection.lost is not None:
-            raise no_answer(name, "the connection was lost before the answer came") from None
+            raise no_answer(name, "the connection was lost before the answer came", late=False) from None
         raise
     if not isinstance(answer, wire.Reply):
         raise Unavailable(f"{name}: the node answered with something else")

@@ -58,11 +58,11 @@ def block_patience(deadline_ms: int) -> float:
     return deadline_ms / 1000 + GRACE_S if deadline_ms else _SLOW["commit"]
 
 
-def no_answer(name: str, why: str) -> Unavailable:
-    """The error for a call that was sent and not answered: of one that changes something the outcome is unknown."""
+def no_answer(name: str, why: str, *, late: bool) -> Unavailable:
+    """The error for a call that was sent and not answered, in time or at all: a change may have been made."""
     call = api.BY_NAME.get(name)
     safe = call is None or call.method == "GET" or name in _HARMLESS
-    return Unavailable(f"{name}: {why}", kind="timeout" if safe else "outcome_unknown")
+    return Unavailable(f"{name}: {why}", kind="outcome_unknown" if not safe else "timeout" if late else "unavailable")
 
 
 def check_batch(links: Sequence[Link]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 from collections.abc import AsyncIterator
@@ -72,7 +73,9 @@ class HttpServer:
             try:
                 await site.start()
             except OSError as error:
-                raise AlreadyExists(f"{listen}: {error.strerror}", remedy="stop what listens there, or set [node] listen") from None
+                if error.errno != errno.EADDRINUSE:
+                    raise Invalid(f"node.listen is {listen!r}: {error.strerror}") from None
+                raise AlreadyExists(f"{listen} is in use", remedy="stop what listens there, or set another [node] listen") from None
             taken = runner.addresses[0][1]
             yield cls(f"http://{f'[{host}]' if ':' in host else host}:{taken}", runner, site)
         finally:

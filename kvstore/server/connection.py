@@ -130,6 +130,7 @@ class Connection:
         number = message.id
         if number < 1 or number in self._tasks:
             raise Corrupt(f"request number {number} is in use, or not positive")
+        await self._drain()  # who does not read answers cannot ask for more
         if len(self._tasks) >= wire.MAX_IN_FLIGHT:
             error = Overloaded(f"more than {wire.MAX_IN_FLIGHT} requests of one connection are unanswered")
             await self._send(wire.Fault(number, error.problem()))
@@ -183,8 +184,12 @@ class Connection:
         if len(frame) > wire.MAX_FRAME and not isinstance(message, wire.Fault):
             error = Overloaded(f"the answer would be {len(frame)} bytes, more than {wire.MAX_FRAME}: ask for less at a time")
             frame = wire.frame(wire.Fault(message.id if not isinstance(message, wire.Welcome) else 0, error.problem()))
+        self._writer.write(frame)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait for a client that reads its answers slowly."""
         try:
-            self._writer.write(frame)
             async with asyncio.timeout(self._limits.stall):
                 await self._writer.drain()
         except TimeoutError:

@@ -27,7 +27,11 @@ class FakeRoom:
         self.payload = slot.view[codec.layout(namespace, name.shard, name.tokens).header_bytes :]
 
     async def publish(self):
-        await self._movers.run(codec.seal, self._slot.view, self._name, self._namespace)
+        try:
+            await self._movers.run(codec.seal, self._slot.view, self._name, self._namespace)
+        except BaseException:
+            self._slot.abort()
+            raise
         self._slot.commit().release()
         return True
 

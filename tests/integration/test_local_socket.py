@@ -684,6 +684,32 @@ async def test_a_stop_is_bounded_and_says_that_the_outcome_is_unknown(service, p
         assert caught.value.kind == "outcome_unknown"
 
 
+async def test_a_node_that_vanishes_leaves_it_open_whether_a_change_was_made(path):
+    links = links_of(NS, 1)
+    never = asyncio.Event()
+    async with fake_service() as service:
+
+        async def hangs(tenant, request):
+            await never.wait()
+
+        service.answers["commit"] = service.answers["get_session"] = hangs
+        opened = LocalServer.open(service, path, limits=LIMITS)
+        server = await opened.__aenter__()
+        async with kvstore.open(url(path)) as kv:
+            await kv.put(NS, SHARD, links, filler(links))
+            running = [
+                asyncio.create_task(kv.commit("s", namespace=NS, base_version=0, blocks=links)),
+                asyncio.create_task(kv.get_session("s")),
+            ]
+            await until(lambda: {"commit", "get_session"} <= {name for _, name, _ in service.calls})
+            for connection in server._connections:
+                connection._writer.transport.abort()
+            errors = await asyncio.gather(*running, return_exceptions=True)
+            assert [error.kind for error in errors] == ["outcome_unknown", "unavailable"]
+        never.set()
+        await opened.__aexit__(None, None, None)
+
+
 async def test_a_client_connects_again_to_a_node_that_was_restarted(path):
     links = links_of(NS, 2)
     async with fake_service() as first:
