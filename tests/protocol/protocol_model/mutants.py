@@ -49,6 +49,9 @@ MUTANTS: dict[str, Mutant] = {
     "seals_uncounted": Mutant(
         "ring", "R8", "a seal does not count as a swap", Rules(seals_count_as_swaps=False), "took effect twice"
     ),
+    "false_conflict": Mutant(
+        "merge", "R8", "a retry does not look for its id", Rules(looks_for_its_id=False), "answered with Conflict"
+    ),
     "epoch_restored": Mutant("base", "R9", "the epoch goes back, as from a backup", Rules(epoch_only_grows=False)),
     "grow": Mutant("history", "R10", "a swap that is no commit makes a branch longer", Rules(only_commits_grow=False)),
     "name_first": Mutant(
@@ -90,9 +93,6 @@ MUTANTS: dict[str, Mutant] = {
         "acknowledged as the current version, which may hold more than the caller saw",
         Rules(acknowledges_own_version=False),
         "overwritten",
-    ),
-    "false_conflict": Mutant(
-        "merge", "R8", "a retry does not look for its id", Rules(looks_for_its_id=False), "answered with Conflict"
     ),
     "growing_group": Mutant(
         "groups", "group", "a commit joins while the outcome is unknown", Rules(group_is_frozen=False), "is not stored"
