@@ -67,9 +67,10 @@ class Background:
 
     def close(self) -> None:
         """Cancel what runs, say goodbye, and stop. Does nothing the second time, and in a forked child."""
-        with self._submitting:
-            self._closed = True
-        self._stop()
+        if self._birth.here:  # the lock may have been held by a thread that a child does not have
+            with self._submitting:
+                self._closed = True
+            self._stop()
 
 
 def _work(loop: asyncio.AbstractEventLoop, goodbyes: list[Goodbye]) -> None:

@@ -106,7 +106,7 @@ class Connection:
     async def _sent(self, make: Callable[[int], wire.ToNode], unwanted: Unwanted) -> tuple[int, _Waiting]:
         await self._slots.acquire()
         try:
-            self._check()
+            self.check()
             number = self._last_id = self._last_id + 1
             frame = wire.frame(make(number))
         except BaseException:
@@ -118,7 +118,8 @@ class Connection:
         self._writer.write(frame)
         return number, waiting
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises the reason where the connection is lost."""
         if self.lost is not None:
             raise self.lost
 
@@ -200,7 +201,7 @@ class Connection:
                 self._lose(Corrupt(f"the node leased bytes {offset} to {offset + size} of an arena of {len(self._arena)}"))
                 break
             blocks.append(BlockLease(self._arena[offset : offset + size], _Release(self, lease)))
-        self._check()
+        self.check()
         return Blocks(blocks, leased.miss, lambda: self.lost is None)
 
     def take_back(self, answer: wire.ToClient | None) -> None:

@@ -191,6 +191,7 @@ class _Put:
         space, size = self._connection.space, self._blocks[first].size
         offset = await space.take(size, SPACE_S)
         if offset is None:
+            self._connection.check()
             return None
         offsets, left = [offset], space.size // PIECES - size
         for block in self._blocks[first + 1 :]:

@@ -75,7 +75,7 @@ class NodeCollector(Collector):
         commits = dict(stats.commits)
         yield GaugeMetricFamily("kvtier_commits_pending", "Acknowledged here, not yet in the bucket.", commits.pop("pending", 0))
         yield _counts("kvtier_commits", "Commits, by how they ended.", "outcome", commits)
-        yield _counts("kvtier_store_requests", "Requests to the bucket, by verb and status.", "op", stats.store_requests)
+        yield _store_requests(stats.store_requests)
 
 
 def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
@@ -91,6 +91,15 @@ def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
         moved.add_metric([name, "in"], tier.bytes_in)
         moved.add_metric([name, "out"], tier.bytes_out)
     yield moved
+
+
+def _store_requests(counts: Mapping[str, int]) -> Metric:
+    """From counts by "verb outcome"."""
+    family = CounterMetricFamily("kvtier_store_requests", "Requests to the bucket, by verb and outcome.", labels=["op", "outcome"])
+    for name, count in counts.items():
+        op, _, outcome = name.partition(" ")
+        family.add_metric([op, outcome], count)
+    return family
 
 
 def _counts(name: str, about: str, label: str, counts: Mapping[str, int]) -> Metric:

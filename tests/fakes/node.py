@@ -140,7 +140,7 @@ class FakeService:
         )
         return api.Stats(
             node=self.node_id, version=self.version, uptime_s=1.5, tiers={"dram": counts}, leases=tier.leases, queued_bytes=0,
-            restores=0, commits={"committed": 2, "pending": 1}, store_requests={"GET 200": 5}, store="",
+            restores=0, commits={"committed": 2, "pending": 1}, store_requests={"get ok": 5}, store="",
         )  # fmt: skip
 
     # --- restores: whatever the test pushes ---

@@ -460,7 +460,7 @@ async def test_metrics_name_tiers_and_outcomes_and_never_a_session(http, service
         'kvtier_tier_moved_bytes_total{direction="out",tier="dram"} 20.0',
         'kvtier_commits_total{outcome="committed"} 2.0',
         "kvtier_commits_pending 1.0",
-        'kvtier_store_requests_total{op="GET 200"} 5.0',
+        'kvtier_store_requests_total{op="get",outcome="ok"} 5.0',
         'kvtier_requests_total{op="get_session",outcome="not_found"} 1.0',
         'kvtier_requests_total{op="stats",outcome="ok"} 1.0',
         'kvtier_request_seconds_count{op="stats"} 1.0',

@@ -405,6 +405,19 @@ async def test_extents_outside_the_window_are_refused(raw, service, offset, leng
     assert isinstance(await answer(client, wire.Ask(2, "health", msgspec.Raw(b"\x80"))), wire.Reply)
 
 
+async def test_a_write_that_waits_for_room_is_told_when_the_node_goes(server, service, path):
+    async with kvstore.open(url(path)) as kv:
+        links = links_of(NS, 1)
+        await kv.put(NS, SHARD, links, filler(links))
+        assert kv._transport._connection.space.take_now(4 << 20) == 0
+        waiting = asyncio.create_task(kv.put(NS, SHARD, links, filler(links)))
+        await asyncio.sleep(0.01)
+        for connection in server._connections:
+            connection._writer.transport.abort()
+        with pytest.raises(Unavailable):
+            await waiting
+
+
 # --- leases ---
 
 
