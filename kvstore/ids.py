@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import cached_property
 from typing import Any, Literal, NewType
 
 import msgspec
@@ -80,7 +81,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     layers: tuple[int, ...] = ()
 
 
-class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything that must match before a single byte of KV is reused. Change one field alone: 0 hits.
 
     An unknown field in its JSON is refused, not ignored: it may be the very thing that must match.
@@ -166,7 +167,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if named != list(range(self.layers)) and not (len(self.groups) == 1 and not named):
             raise Invalid("namespace.groups: the groups must partition the layers, each layer in exactly one")
 
-    @property
+    @cached_property
     def id(self) -> NamespaceId:
         """BLAKE3-256 of the canonical JSON, in hex."""
         return NamespaceId(blake3(self.canonical_json()).hexdigest())
@@ -180,7 +181,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.groups[group].layers or tuple(range(self.layers))
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class Shard(msgspec.Struct, frozen=True, kw_only=True, order=True, dict=True):
     """One engine rank's part of a block: tensor-parallel rank, pipeline stage, attention group.
 
     Not part of the namespace: all shards share PrefixIds and differ in the path, so that one manifest serves all ranks.
@@ -197,8 +198,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, order=True):
         if not (0 <= self.rank < self.ranks <= 4096 and 0 <= self.stage < self.stages <= 4096 and 0 <= self.group < MAX_GROUPS):
             raise Invalid(f"shard {self} is out of range: each index must be below its count")
 
-    def __str__(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """As paths and manifests spell it: `t0of1.p0of1.g0`."""
         return f"t{self.rank}of{self.ranks}.p{self.stage}of{self.stages}.g{self.group}"
+
+    def __str__(self) -> str:
+        return self.text
 
     @classmethod
     def parse(cls, text: str) -> Shard:
@@ -333,7 +339,7 @@ def chain(
     return links
 
 
-class BlockName(msgspec.Struct, frozen=True):
+class BlockName(msgspec.Struct, frozen=True, dict=True):
     """What an object or a slot claims to hold, and a reader insists on."""
 
     namespace: NamespaceId
@@ -341,7 +347,7 @@ class BlockName(msgspec.Struct, frozen=True):
     prefix_id: PrefixId
     tokens: int
 
-    @property
+    @cached_property
     def tier_key(self) -> bytes:
         """32 bytes under which tiers hold it."""
         return blake3(

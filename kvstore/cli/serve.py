@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 
 import typer
 
@@ -10,6 +9,7 @@ from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.running import LogOption, Ready, log_to_stderr, run_node
+from kvstore.server import loop
 
 app = typer.Typer(add_completion=False)
 
@@ -23,7 +23,7 @@ def serve(
 ) -> None:
     """Run a node with the configuration of this machine, until SIGTERM or Ctrl-C; then drain."""
     log_to_stderr(log_level)
-    asyncio.run(run_node(read(config, settings).settings, _announce_json if form is Format.json else _announce))
+    loop.run(run_node(read(config, settings).settings, _announce_json if form is Format.json else _announce))
 
 
 def _announce_json(ready: Ready) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL
 from kvstore.cli.running import LogOption, Ready, log_to_stderr, run_node
 from kvstore.errors import Invalid
+from kvstore.server import loop
 
 app = typer.Typer(add_completion=False)
 
@@ -40,7 +40,7 @@ def up(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise Invalid(f"data folder {folder}: {error.strerror}", remedy="name another with --data") from None
-    asyncio.run(_up(folder, store, config, settings, form))
+    loop.run(_up(folder, store, config, settings, form))
 
 
 async def _up(folder: Path, store: str, config: Path | None, flags: list[str] | None, form: Format) -> None:
