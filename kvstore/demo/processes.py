@@ -17,21 +17,23 @@ import msgspec
 import kvstore
 from kvstore.errors import KVTierError, Unavailable
 
-# It asks to be ended with its parent (PR_SET_PDEATHSIG), so that it is not left behind by a kill -9 of the demo either.
-_SERVE: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 9); from kvstore.cli.main import main; main()"
+# They ask to be ended with their parent (PR_SET_PDEATHSIG), so that a kill -9 of the demo leaves none behind either.
+_WITH_PARENT: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 9); "
 _START_S: Final = 60.0
 _STOP_S: Final = 60.0
 
 
 class Process:
-    """A child that writes its log into a folder."""
+    """A Python child that runs some code and writes its log into a folder. Start it from the main thread: it ends with it."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, environment: Mapping[str, str], *, talks: bool = False) -> None:
+    def __init__(
+        self, name: str, code: str, *arguments: str, folder: Path, environment: Mapping[str, str], talks: bool = False
+    ) -> None:
         self.name, self._log = name, folder / f"{name}.log"
         pipe = subprocess.PIPE if talks else subprocess.DEVNULL
         with self._log.open("ab") as log:
             self.child = subprocess.Popen(
-                command,
+                [sys.executable, "-c", _WITH_PARENT + code, *arguments],
                 stdin=pipe,
                 stdout=pipe if talks else log,
                 stderr=log,
@@ -87,7 +89,8 @@ class Node:
 
     def start(self) -> None:
         """Start it, and wait until it may be sent work."""
-        self._process = Process("node", [sys.executable, "-c", _SERVE, "serve"], self._folder, self._environment)
+        code = "from kvstore.cli.main import main; main()"
+        self._process = Process("node", code, "serve", folder=self._folder, environment=self._environment)
         ends = time.monotonic() + _START_S
         while not self._ready():
             if self._process.child.poll() is not None:
@@ -128,8 +131,13 @@ class Model:
     """The model's process, as an object: `model.ask("load", threads=1)` runs that command there."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self.process = Process(name, [sys.executable, "-m", "kvstore.demo.worker"], folder, offline, talks=True)
+        environment = {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # torch makes it when imported, by default in /tmp
+        }
+        code = "from kvstore.demo.worker import main; main()"
+        self.process = Process(name, code, folder=folder, environment=environment, talks=True)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """Run a command of :class:`kvstore.demo.worker.Worker` and wait for its answer.

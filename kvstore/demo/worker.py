@@ -182,7 +182,3 @@ def main() -> None:
             answer = {"error": f"{error.message} ({error.remedy})"}
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()
