@@ -72,7 +72,7 @@ pip_install() {
 ensure_venv() {
     set -o pipefail
     local profile="$1" python stamp started=$SECONDS
-    stamp="$(cat "$ROOT/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+    stamp="$(cat "$ROOT/pyproject.toml" "${BASH_SOURCE[0]}" | cksum) $ROOT" # the checkout is installed by its path
     export PATH="$VENV/bin:$PATH"
     # The environment for development holds everything the demo needs.
     if [ -x "$VENV/bin/python" ]; then

@@ -16,6 +16,7 @@ from kvstore import node
 from kvstore.cli.output import print_json
 from kvstore.cli.running import run_node
 from kvstore.config import load
+from kvstore.server import loop
 
 KINDS = {"blocks": "block", "manifests": "manifest", "heads": "head", "names": "name", "epoch": "epoch", "namespaces": "namespace"}
 
@@ -74,7 +75,7 @@ def main(url, folder, moment, skip):
             yield Killing(store, f"{where.path}/", moment, skip)
 
     node.open_store = open_store
-    asyncio.run(run_node(settings, print_json))
+    loop.run(run_node(settings, print_json))
 
 
 if __name__ == "__main__":
