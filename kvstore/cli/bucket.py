@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Final
+
+import msgspec
 
 from kvstore.cli.machine import Finding
 from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Denied, KVTierError
 from kvstore.keys import Keys
+from kvstore.model import Epoch, parse
 from kvstore.node import s3_settings
-from kvstore.objects import ABSENT, ObjectStore, S3Settings, S3Store, probe
+from kvstore.objects import Absent, Got, ObjectStore, S3Settings, S3Store, Unchanged, probe
 from kvstore.objects.admin import BucketAdmin
 from kvstore.objects.credential_chain import chain
 from kvstore.objects.credentials import Credentials
@@ -85,21 +89,43 @@ async def _store(store: ObjectStore, keys: Keys) -> AsyncIterator[Finding]:
 
 
 async def _root(store: ObjectStore, keys: Keys) -> Finding:
-    """Whether the prefix is empty, one of ours, or damaged."""
+    """Whether the prefix is empty, one of ours, damaged, or partly older than the rest of it."""
+    where = keys.root or "the whole bucket"
+    restore = "restore the whole prefix to one point in time into an empty one; never bring back an older `epoch` alone"
     try:
-        there = [await store.head(key) is not ABSENT for key in (keys.format, keys.epoch)]
+        form, epoch, hint = [await store.get(key) for key in (keys.format, keys.epoch, keys.collect_hint)]
+        if isinstance(form, Got) and isinstance(epoch, Got):
+            now = parse(bytes(epoch.data), Epoch, "epoch").epoch
+            seen = _collected(hint)
+            if seen <= now:
+                return Finding(name="root", status="ok", detail=f"{where} holds sessions of kvtier, epoch {now}")
+            detail = (
+                f"epoch is {now}, and a collection went by {seen}: an older copy was restored, and collections may delete too much"
+            )
+            return Finding(name="root", status="fail", detail=detail, remedy=f"stop every node; {restore}")
     except KVTierError as error:
         return _failed("root", error)
-    if all(there):
-        return Finding(name="root", status="ok", detail=f"{keys.root or 'the whole bucket'} holds sessions of kvtier")
-    if not any(there):
-        return Finding(name="root", status="ok", detail=f"{keys.root or 'the whole bucket'} is new; the first node initialises it")
-    return Finding(
-        name="root",
-        status="fail",
-        detail=f"{keys.format if there[1] else keys.epoch} is missing",
-        remedy="restore the whole prefix to one point in time, or use an empty one; never bring back an older `epoch` alone",
-    )
+    if not isinstance(form, Got) and not isinstance(epoch, Got):
+        return Finding(name="root", status="ok", detail=f"{where} is new; the first node initialises it")
+    missing = keys.epoch if isinstance(form, Got) else keys.format
+    return Finding(name="root", status="fail", detail=f"{missing} is missing", remedy=restore)
+
+
+class _Collected(msgspec.Struct, frozen=True):
+    epoch: int
+
+
+class _Hint(msgspec.Struct, frozen=True):
+    """What is of interest in `hints/collect`."""
+
+    collected: _Collected
+
+
+def _collected(hint: Got | Absent | Unchanged) -> int:
+    """The epoch that the last collection went by; 0 where that is not known."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(hint.data, type=_Hint).collected.epoch if isinstance(hint, Got) else 0
+    return 0
 
 
 async def _versioning(where: S3Settings, credentials: Credentials) -> Finding:

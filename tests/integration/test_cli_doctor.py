@@ -123,6 +123,21 @@ def test_without_a_store_it_says_what_is_missing():
 
 
 @pytest.mark.seaweed
+async def test_an_epoch_from_a_backup_is_noticed(store, root, s3_store):
+    async with kvstore.open(f"{store}&dram=16MiB") as kv, s3_store() as objects:
+        old = await objects.get(f"{root}/epoch")
+        await kv.create_session("s", namespace=NAMESPACE)
+        await kv.collect(now=True)
+        assert (await asyncio.to_thread(doctor, store))["root"]["detail"].endswith("epoch 3")
+        await objects.put(f"{root}/epoch", bytes(old.data), OVERWRITE)
+        found = (await asyncio.to_thread(doctor, store, code=1))["root"]
+        assert found["detail"].startswith("epoch is 1, and a collection went by 3")
+        assert "never bring back an older `epoch` alone" in found["remedy"]
+        await objects.delete([f"{root}/epoch"])
+        assert (await asyncio.to_thread(doctor, store, code=1))["root"]["detail"] == f"{root}/epoch is missing"
+
+
+@pytest.mark.seaweed
 async def test_fsck_finds_a_lost_block_and_cuts_the_session_there(store, root, s3_store):
     links = kvstore.chain(NAMESPACE, range(64))
     async with kvstore.open(f"{store}&dram=16MiB") as kv:
