@@ -25,7 +25,7 @@ def collect(
     form: FormatOption = Format.table,
 ) -> None:
     """Delete from the bucket what no session names any more. Safe beside live nodes and other collections."""
-    with open_sync(url) as kv:
+    with open_sync(url) as kv, output.waiting("collecting"):
         done = kv.collect(dry_run=dry_run, now=now)
     if form is Format.json:
         output.print_json(done)
