@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Self
@@ -16,6 +17,8 @@ from tiering.budget import Budget
 from tiering.extents import Extents, rounded, with_slack
 from tiering.movers import Movers
 from tiering.policy import Lru, Policy
+from tiering.prefetch import Holds
+from tiering.ranking import NEVER, Ranking
 from tiering.stats import TierStats
 from tiering.tier import Lease, Miss, TierClosed, Want
 
@@ -24,9 +27,9 @@ _POPULATE_STEP = 8 << 20  # a few milliseconds of a mover thread
 
 
 class _Value:
-    """A value in the arena. `leases` counts who reads it; `gone` says that its key no longer leads here."""
+    """A value in the arena; see :class:`tiering.ranking.Ranked`. `gone` says that its key no longer leads here."""
 
-    __slots__ = ("gone", "key", "leases", "offset", "size")
+    __slots__ = ("gone", "key", "leases", "offset", "size", "used")
 
     def __init__(self, key: bytes, offset: int, size: int) -> None:
         self.key = key
@@ -34,19 +37,21 @@ class _Value:
         self.size = size
         self.leases = 0
         self.gone = False
+        self.used = NEVER
 
 
 class DramSlot:
     """Room in the arena for one value; see :class:`tiering.Slot`."""
 
-    __slots__ = ("_open", "_tier", "offset", "padded", "view", "want")
+    __slots__ = ("_ahead", "_open", "_tier", "offset", "padded", "view", "want")
 
-    def __init__(self, tier: DramTier, want: Want, offset: int, padded: memoryview) -> None:
+    def __init__(self, tier: DramTier, want: Want, offset: int, padded: memoryview, *, ahead: bool) -> None:
         self.want = want
         self.offset = offset
         self.padded = padded
         self.view = padded[: want.size]
         self._tier = tier
+        self._ahead = ahead
         self._open = True
 
     def commit(self) -> Lease:
@@ -63,7 +68,7 @@ class DramSlot:
         # A page's rest holds what was here before. It goes to disk with the value: let it be zeros.
         self.padded[self.want.size :] = bytes(self.padded.nbytes - self.want.size)
         self._close()
-        return self._tier._commit(self.want, self.offset)  # noqa: SLF001  a slot is its tier's other half
+        return self._tier._commit(self.want, self.offset, use=not self._ahead)  # noqa: SLF001  a slot is its tier's other half
 
     def abort(self) -> None:
         """Give the room back; nothing after `commit`."""
@@ -88,14 +93,14 @@ class DramTier:
         stats: Counters since it was opened.
     """
 
-    def __init__(self, name: str, limit: int, arena: Arena, policy: Policy) -> None:
+    def __init__(self, name: str, limit: int, arena: Arena, values: dict[bytes, _Value], ranking: Ranking) -> None:
         self.name = name
         self.stats = TierStats()
         self._arena = arena
-        self._policy = policy
+        self._ranking = ranking
         self._budget = Budget(limit)
         self._extents = Extents(arena.size)
-        self._values: dict[bytes, _Value] = {}
+        self._values = values
         self._leases = 0
         self._pinned = 0  # bytes in use that are leased: they cannot make room
         self._closed = False
@@ -103,14 +108,36 @@ class DramTier:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, name: str, limit: int, movers: Movers, *, policy: Policy | None = None) -> AsyncIterator[Self]:
+    async def open(
+        cls,
+        name: str,
+        limit: int,
+        movers: Movers,
+        *,
+        policy: Policy | None = None,
+        held: float = 0.5,
+        recent_s: float = 60.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> AsyncIterator[Self]:
         """Map an arena for `limit` payload bytes. Its pages are made real in the background, while it is in use.
+
+        Args:
+            name: Its name.
+            limit: Payload bytes.
+            movers: Threads that make the pages.
+            policy: Who goes first; least recently used by default.
+            held: The part of it that may be held (`hold`), 0 to 1.
+            recent_s: What was used within that many seconds does not make way for what is brought in ahead of its use, and for
+                others only when nothing is held any more.
+            monotonic: The clock of uses and holds.
 
         Raises:
             OSError: The system refuses the memory.
         """
         arena = Arena.create(name, with_slack(limit))
-        tier = cls(name, limit, arena, policy or Lru())
+        values: dict[bytes, _Value] = {}
+        ranking = Ranking(values, policy or Lru(), Holds(int(limit * held)), recent_s=recent_s, monotonic=monotonic)
+        tier = cls(name, limit, arena, values, ranking)
         populating = asyncio.create_task(tier._populate(movers))
         try:
             yield tier
@@ -149,17 +176,23 @@ class DramTier:
         """How many values are here."""
         return len(self._values)
 
-    def lease(self, want: Want) -> Lease | Miss:
+    @property
+    def held(self) -> int:
+        """Bytes that are held ahead of their use."""
+        with self._lock:
+            return self._ranking.held
+
+    def lease(self, want: Want, *, use: bool = False) -> Lease | Miss:
         """One value, without counting a hit or a miss: for who put it here a moment ago."""
         with self._lock:
-            return self._lease(want)
+            return self._lease(want, use=use)
 
-    def lease_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
-        """Each value leased, or why not; in the order asked."""
+    def lease_many(self, wants: Sequence[Want], *, use: bool = True) -> list[Lease | Miss]:
+        """Each value leased, or why not; in the order asked. A use ends its hold; bringing values in ahead is none."""
         found: list[Lease | Miss] = []
         with self._lock:
             for want in wants:
-                got = self._lease(want)
+                got = self._lease(want, use=use)
                 if isinstance(got, Miss):
                     self.stats.miss(got)
                 else:
@@ -167,8 +200,12 @@ class DramTier:
                 found.append(got)
         return found
 
-    def reserve(self, want: Want) -> DramSlot | Miss:
+    def reserve(self, want: Want, *, ahead: bool = False) -> DramSlot | Miss:
         """Room for a value that is about to be written, evicting what nobody leases.
+
+        Args:
+            want: The value.
+            ahead: Nobody wants it yet: evict only what was not used lately and is not held.
 
         Returns:
             A slot whose `padded` view is page-aligned; or FULL where leases leave no room, ABSENT for a size below 1.
@@ -178,16 +215,41 @@ class DramTier:
                 return Miss.UNAVAILABLE
             if want.size <= 0:
                 return Miss.ABSENT
-            if want.size > self.limit - self._pinned - self._budget.reserved or not self._policy.admit(want.key, want.size):
+            if want.size > self.limit - self._pinned - self._budget.reserved or not self._ranking.admit(want.key, want.size):
                 return self._full()
             while not self._budget.reserve(want.size):
-                if not self._evict_one():
+                if not self._evict_one(ahead=ahead):
                     return self._full()
             while (offset := self._extents.allocate(want.size)) is None:  # room enough, but in pieces
-                if not self._evict_one():
+                if not self._evict_one(ahead=ahead):
                     self._budget.cancel(want.size)
                     return self._full()
-            return DramSlot(self, want, offset, self._arena.view[offset : offset + rounded(want.size)])
+            return DramSlot(self, want, offset, self._arena.view[offset : offset + rounded(want.size)], ahead=ahead)
+
+    def hold(self, owner: Hashable, keys: Sequence[bytes], *, seconds: float, yielding: bool) -> int:
+        """Spare values from eviction until they are used, as long as anything that was not used lately can go instead.
+
+        Args:
+            owner: Whose hold; calling again adds to it, and it ends that many seconds from now.
+            keys: In prefix order.
+            seconds: How long.
+            yielding: These go before what others hold, and fill at most half of what may be held.
+
+        Returns:
+            How many leading keys are held: the next one is not here, or the limit is reached.
+        """
+        with self._lock:
+            return self._ranking.hold(owner, keys, seconds=seconds, yielding=yielding)
+
+    def let_go(self, owner: Hashable) -> None:
+        """End what this owner holds."""
+        with self._lock:
+            self._ranking.let_go(owner)
+
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Nobody is expected to use these any more: unless leased or held they are the next to go, the last of them first."""
+        with self._lock:
+            self._ranking.demote(keys)
 
     async def get_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
         """See :class:`tiering.Tier`; it never waits."""
@@ -217,7 +279,6 @@ class DramTier:
             for key in keys:
                 value = self._values.get(key)
                 if value is not None and not value.leases:
-                    self._policy.remove(key)
                     self._forget(value)
                     gone += 1
         return gone
@@ -249,7 +310,7 @@ class DramTier:
         with self._lock:
             value = self._values.get(want.key)
             if value is not None and value.size == want.size:
-                self._policy.touch(want.key)
+                self._ranking.use(value)
                 return True
         slot = self.reserve(want)
         if isinstance(slot, Miss):
@@ -263,22 +324,24 @@ class DramTier:
 
     # Below: the lock is held.
 
-    def _lease(self, want: Want) -> Lease | Miss:
+    def _lease(self, want: Want, *, use: bool) -> Lease | Miss:
         if self._closed:
             return Miss.UNAVAILABLE
         value = self._values.get(want.key)
         if value is None or value.size != want.size:
             return Miss.ABSENT
-        return self._leased(value)
+        return self._leased(value, use=use)
 
-    def _leased(self, value: _Value) -> Lease:
+    def _leased(self, value: _Value, *, use: bool) -> Lease:
+        if use:
+            self._ranking.use(value)
         if not value.leases:
-            self._policy.remove(value.key)
+            self._ranking.pin(value)
             self._pinned += value.size
         value.leases += 1
         self._leases += 1
         view = self._arena.view[value.offset : value.offset + value.size]
-        return Lease(value.key, view, value.offset, partial(self._release, value), self.name)
+        return Lease(value.key, view, value.offset, partial(self._release, value, use=use), self.name)
 
     def _full(self) -> Miss:
         self.stats.drops += 1
@@ -287,6 +350,7 @@ class DramTier:
     def _forget(self, value: _Value) -> None:
         """The key leads nowhere now; the room is free when nobody reads it."""
         del self._values[value.key]
+        self._ranking.forget(value)
         value.gone = True
         if not value.leases:
             self._free(value)
@@ -295,8 +359,8 @@ class DramTier:
         self._budget.free(value.size)
         self._extents.free(value.offset, value.size)
 
-    def _evict_one(self) -> bool:
-        key = self._policy.victim()
+    def _evict_one(self, *, ahead: bool = False) -> bool:
+        key = self._ranking.victim(ahead=ahead)
         if key is None:
             return False
         self._forget(self._values[key])
@@ -305,7 +369,7 @@ class DramTier:
 
     # Below: called by slots and leases, on any thread.
 
-    def _commit(self, want: Want, offset: int) -> Lease:
+    def _commit(self, want: Want, offset: int, *, use: bool) -> Lease:
         with self._lock:
             old = self._values.get(want.key)
             same = old is not None and old.size == want.size
@@ -315,22 +379,23 @@ class DramTier:
             if self._closed:
                 raise TierClosed(f"{self.name} was closed")
             if old is not None and same:
-                return self._leased(old)
+                return self._leased(old, use=use)
             if old is not None:
-                self._policy.remove(old.key)
                 self._forget(old)
             self._budget.commit(want.size)
             value = self._values[want.key] = _Value(want.key, offset, want.size)
             self.stats.bytes_in += want.size
-            return self._leased(value)
+            return self._leased(value, use=use)
 
     def _abort(self, want: Want, offset: int) -> None:
         with self._lock:
             self._budget.cancel(want.size)
             self._extents.free(offset, want.size)
 
-    def _release(self, value: _Value) -> None:
+    def _release(self, value: _Value, *, use: bool) -> None:
         with self._lock:
+            if use:
+                self._ranking.touch(value)
             self._leases -= 1
             value.leases -= 1
             if value.leases:
@@ -339,4 +404,4 @@ class DramTier:
             if value.gone:
                 self._free(value)
             else:
-                self._policy.add(value.key)
+                self._ranking.unpin(value)

@@ -24,6 +24,10 @@ class Policy(Protocol):
         """This value was of use without being pinned. A key that is not ranked is ignored."""
         ...
 
+    def first(self, key: bytes) -> None:
+        """This value may be evicted from now on, before all others: nobody is expected to use it."""
+        ...
+
     def remove(self, key: bytes) -> None:
         """This value is pinned, or gone. A key that is not ranked is ignored."""
         ...
@@ -56,6 +60,11 @@ class Lru:
         """Now the most recent, if it is ranked."""
         if key in self._order:
             self._order.move_to_end(key)
+
+    def first(self, key: bytes) -> None:
+        """Now the next to go."""
+        self._order[key] = None
+        self._order.move_to_end(key, last=False)
 
     def remove(self, key: bytes) -> None:
         """Not ranked any more."""
