@@ -185,6 +185,12 @@ KINDS: dict[str, Kind] = {
         Unavailable, 503, EXIT_UNAVAILABLE, "the write may or may not have landed: read the session before writing again"
     ),
     "store_busy": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "the store asks for fewer requests: back off"),
+    "circuit_open": Kind(
+        Unavailable,
+        503,
+        EXIT_UNAVAILABLE,
+        "the store failed several times in a row and is left alone until a probe finds it answering: retry later",
+    ),
     "store_conflict": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "two conditional writes met inside the store (409): retry"),
     "clock_skew": Kind(
         Unavailable, 503, EXIT_UNAVAILABLE, "set this host's clock (NTP): it differs from the store's by more than is allowed"

@@ -122,7 +122,9 @@ class Root:
         for attempt in range(1, _TRIES):
             try:
                 return isinstance(await self.store.put(key, body, mode), Stored)
-            except Unavailable:
+            except Unavailable as error:
+                if error.kind == "circuit_open":
+                    raise  # nothing was sent, and nothing will be for a while
                 await self.pause(attempt)
         return isinstance(await self.store.put(key, body, mode), Stored)
 
