@@ -70,6 +70,9 @@ class Commit:
         source: Bytes on this node.
         start: The branch to begin with where it does not exist yet; None: then it is `Gone`.
         elsewhere: Copies that another family names, to be brought to this one inside the store (R6).
+
+    Attributes:
+        seen: Whether the branch was ever there: if it is gone then, a later session of that name is none of our business (I4).
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Commit:
         self._proposal, self._source, self._start = proposal, source, start
         self._elsewhere = {(block.link.prefix_id, shard): copy for block in elsewhere for shard, copy in block.copies.items()}
         self._cut = cutter(proposal.namespace, proposal.shards, source)
+        self.seen = False
         self.branches = frozenset({branch})
         self.write_id = scoped(branch, proposal.write_id)
 
@@ -100,6 +104,7 @@ class Commit:
         want, branch = self._proposal, head.branches.get(self._branch, self._start)
         if branch is None or head.dead:
             raise Gone("this session was deleted, or it expired")
+        self.seen = True
         manifest = await self._manifest(branch.manifest)
         stored = unfold(manifest, branch.n)
         have = links_of(stored)

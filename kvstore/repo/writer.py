@@ -10,7 +10,7 @@ import msgspec
 from cachetools import LRUCache
 
 from kvstore.api import MAIN, Receipt
-from kvstore.errors import AlreadyExists, Gone, Invalid, NotFound, Unavailable
+from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound, Unavailable
 from kvstore.ids import Link, Namespace, NamespaceId, PrefixId
 from kvstore.model import Branch, Head, Manifest, Name
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, links_of, unfold
@@ -150,11 +150,13 @@ class Writer:
         for _ in range(_TRIES):
             name = None if free else names.known(key) or await self._named(key)
             if name is not None:
+                commit = Commit(self._ledger, place.tenant, name.family, name.branch, proposal, source)
                 try:
-                    return await self._into(place, name, proposal, source)
+                    return await self._into(place.tenant, name, commit)
                 except Gone as gone:
                     if await self._named(key) != name:
-                        continue  # it was deleted and made again since we learned the name
+                        await self._made_again(place, commit)
+                        continue
                     if proposal.base or gone.facts.get("landed"):
                         raise
             elif proposal.base:
@@ -172,9 +174,17 @@ class Writer:
         held = await self._finder.names.read(key)
         return None if held is None else held.name
 
-    async def _into(self, place: Place, name: Name, proposal: Proposal, source: Source) -> Committed:
-        commit = Commit(self._ledger, place.tenant, name.family, name.branch, proposal, source)
-        key = self._key(place.tenant, name.family)
+    async def _made_again(self, place: Place, commit: Commit) -> None:
+        """The name means another session than we knew. A writer that had to do with the earlier one never touches it (I4)."""
+        found = await self._finder.look(*place)
+        if commit.seen and found is not None:
+            raise Conflict(
+                f"session {place.session!r} was deleted and made again; it is at version {found.branch.seq}",
+                current=found.branch.seq,
+            )
+
+    async def _into(self, tenant: str, name: Name, commit: Commit) -> Committed:
+        key = self._key(tenant, name.family)
         position = self._families.heads.known(key)
         if position is not None:
             await commit.ahead(position.head, self._epochs.latest)
