@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from kvstore.demo.processes import Model, Node
-from kvstore.demo.table import Found, Row, lines, table
+from kvstore.demo.table import Found, Row, lines, plural, table
 from kvstore.errors import KINDS, KVTierError, Unavailable
 from kvstore.objects.seaweed import SeaweedFS
 
@@ -46,7 +46,7 @@ class Expected(msgspec.Struct, frozen=True):
 class Before(msgspec.Struct, frozen=True):
     """All that is known of the first process when it is gone; the session itself is in the bucket."""
 
-    threads: int
+    threads: dict[str, int]
     held: list[int]  # the tokens of the session
     kv: str  # digest of their KV
     second: Expected
@@ -76,7 +76,8 @@ class Demo:
             model.ask("load")
         with self._busy("one thread, or all?"):
             pace = model.ask("pace")
-        self._say(f"{pace['threads']} of {list(pace['seconds'])} threads reads fastest here, and is used throughout")
+        threads = pace["threads"]
+        self._say(f"{plural(threads['reading'], 'thread')} to read, {threads['stepping']} to go on: what is fastest here")
         document = files("kvstore.demo").joinpath("document.md").read_text(encoding="utf-8")
         prompt = model.ask("prompt", document=document, question=QUESTIONS[0])["tokens"]
         with self._busy(f"turn 1: reading {len(prompt):,} tokens"):
@@ -93,7 +94,7 @@ class Demo:
         history, held = prompt + spoken["tokens"], receipt["tokens"]
         with self._busy("the next turns, without a store, to compare with"):
             second, forked = (self._expected(model, history, held, question) for question in QUESTIONS[1:])
-        return Before(pace["threads"], history[:held], done["kv"], second, forked)
+        return Before(threads, history[:held], done["kv"], second, forked)
 
     @staticmethod
     def _expected(model: Model, history: list[int], held: int, question: str) -> Expected:
@@ -102,7 +103,7 @@ class Demo:
 
     def _second(self, model: Model, before: Before) -> Found:
         with self._busy("a new process: loading the model"):
-            model.ask("load", threads=before.threads)
+            model.ask("load", **before.threads)
         rows = [
             self._restored(model, before, "bucket", self._lose_everything),
             self._restored(model, before, "nvme", self._restart),

@@ -35,11 +35,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the demo found. The first row is the recomputation."""
+    """Everything the demo found.
+
+    Attributes:
+        rows: The first one is the recomputation.
+        tokens: Of the session.
+        threads: That computed, by kind of work.
+    """
 
     rows: list[Row]
     tokens: int
-    threads: int
+    threads: dict[str, int]
 
     @property
     def identical(self) -> bool:
@@ -89,9 +95,11 @@ def lines(found: Found) -> Iterator[dict[str, Any]]:
             "identical": row.identical,
         }
     yield {"name": "tokens", "value": found.tokens}
-    yield {"name": "threads", "value": found.threads}
+    for work, count in found.threads.items():
+        yield {"name": f"threads_{work}", "value": count}
     yield {"name": "identical", "value": found.identical}
 
 
-def _plural(count: int, word: str) -> str:
+def plural(count: int, word: str) -> str:
+    """`1 thread`, `2 threads`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"

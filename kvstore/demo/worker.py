@@ -7,6 +7,7 @@ outlives the demo.
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -23,7 +24,15 @@ from kvstore.demo import model as models
 from kvstore.errors import KVTierError
 
 PACE_TOKENS: Final = 1024  # enough for the faster number of threads to show
+CLEARLY: Final = 1.5
 SYSTEM: Final = "You answer questions about a text, briefly."
+
+
+class Threads(msgspec.Struct, frozen=True):
+    """How many compute."""
+
+    reading: int  # a prompt
+    stepping: int  # a few tokens, with everything before them in the cache
 
 
 class Spoken(msgspec.Struct, frozen=True):
@@ -42,26 +51,36 @@ class Worker:
         self._tokenizer: Any = None
         self._client: Any = None
         self._sessions: Any = None
+        self._threads = Threads(1, 1)
         self._revision = ""
         self._past: Any = None  # of the last turn
         self._held: list[int] = []  # the tokens of that cache
 
-    def load(self, threads: int = 1) -> dict[str, Any]:
-        """Load the model; convert it first where that was not done yet."""
-        torch.set_num_threads(threads)
+    def load(self, reading: int = 1, stepping: int = 1) -> dict[str, Any]:
+        """Load the model; convert it first where that was not done yet. The numbers are threads: for a prompt, and for a few tokens."""
+        self._threads = Threads(reading, stepping)
         self._model, self._tokenizer = models.load(models.smollm2())
-        self._forward(list(range(100, 164)), None)  # warm-up: the first call also chooses kernels
+        self._forward(list(range(100, 164)), None)  # warm-up: the first calls also choose kernels
+        self._forward(list(range(100, 116)), self._past)
         return {"parameters": sum(weight.numel() for weight in self._model.parameters())}
 
     def pace(self) -> dict[str, Any]:
-        """Measure a prefill with one thread and with all, and go on with the faster number."""
-        best: dict[int, float] = {}
-        for threads in sorted({1, len(os.sched_getaffinity(0))}):
-            torch.set_num_threads(threads)
-            best[threads] = min(self._forward(list(range(PACE_TOKENS)), None)[0] for _ in range(2))
-        threads = min(best, key=lambda count: best[count])
-        torch.set_num_threads(threads)
-        return {"threads": threads, "seconds": best}
+        """Measure one thread and all, and go on with what is faster: for reading a prompt, and for a few tokens after it.
+
+        A few tokens are read by many small steps, after each of which the threads wait for the last one. Where cores are shared that
+        may take ten times as long, so several threads have to be much faster on a quiet machine to be chosen.
+        """
+        reading, stepping = {}, {}
+        for count in sorted({1, len(os.sched_getaffinity(0))}):
+            self._threads = Threads(count, count)
+            reading[count] = min(self._forward(list(range(PACE_TOKENS)), None)[0] for _ in range(2))
+            stepping[count] = statistics.median(self._forward(list(range(16)), self._past)[0] for _ in range(5))
+        least = min(stepping, key=lambda count: stepping[count])
+        self._threads = Threads(
+            reading=min(reading, key=lambda count: reading[count]),
+            stepping=least if stepping[least] * CLEARLY < stepping[1] else 1,
+        )
+        return {"threads": self._threads, "reading": reading, "stepping": stepping}
 
     def attach(self, url: str) -> dict[str, Any]:
         """Connect to a node."""
@@ -87,14 +106,9 @@ class Worker:
         """What tokens say."""
         return {"text": self._tokenizer.decode(tokens, skip_special_tokens=True).strip()}
 
-    def compute(self, tokens: list[int], answer: int, threads: int = 0) -> dict[str, Any]:
+    def compute(self, tokens: list[int], answer: int) -> dict[str, Any]:
         """A turn without a store: read everything, then answer. Remembers the cache."""
-        usual = torch.get_num_threads()
-        torch.set_num_threads(threads or usual)
-        try:
-            spoken = self._speak(tokens, None, answer)
-        finally:
-            torch.set_num_threads(usual)
+        spoken = self._speak(tokens, None, answer)
         self._held = (tokens + spoken.tokens)[: self._past.get_seq_length()]
         return {"spoken": spoken}
 
@@ -143,6 +157,7 @@ class Worker:
 
     def _forward(self, tokens: Sequence[int], past: Any) -> tuple[float, torch.Tensor]:
         """Seconds, and the logits that follow."""
+        torch.set_num_threads(self._threads.reading if past is None else self._threads.stepping)
         begun = time.perf_counter()
         with torch.inference_mode():
             output = self._model(torch.tensor([tokens]), past_key_values=past, use_cache=True, logits_to_keep=1)

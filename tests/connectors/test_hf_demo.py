@@ -46,7 +46,7 @@ def found(**changes):
         Row(source="bucket", seconds=[1.0, 3.0, 2.0], by_tier={"bucket": 100}, identical=True),
         Row(source="nvme", seconds=[0.5], by_tier={"nvme": 75, "dram": 25}, identical=changes.get("nvme", True)),
     ]
-    return Found(rows=rows, tokens=3580, threads=1)
+    return Found(rows=rows, tokens=3580, threads={"reading": 2, "stepping": 1})
 
 
 def test_lines_have_stable_keys():
@@ -54,6 +54,7 @@ def test_lines_have_stable_keys():
     bucket = printed[1]
     assert (bucket["name"], bucket["source"], bucket["unit"]) == ("ttft", "bucket", "s")
     assert (bucket["value"], bucket["baseline"], bucket["ratio"], bucket["bytes"]) == (2.0, 11.0, 5.5, 100)
+    assert {"name": "threads_reading", "value": 2} in printed
     assert printed[-1] == {"name": "identical", "value": True}
     assert list(lines(found(nvme=False)))[-1] == {"name": "identical", "value": False}
 
