@@ -46,12 +46,17 @@ class StackSettings(msgspec.Struct, frozen=True, kw_only=True):
             memory tier is a bound too.
         writers: Values written to one target at once.
         drain_s: Seconds that closing gives to what was accepted.
+        linger: Fetches that go on when nobody waits for them any more, so that a slow origin asked with short deadlines still warms
+            the memory.
+        linger_bytes: Of those fetches; a quarter of the memory tier is a bound too.
     """
 
     fetches: int = 16
     behind_bytes: int = 256 << 20
     writers: int = 8
     drain_s: float = 10.0
+    linger: int = 64
+    linger_bytes: int = 64 << 20
 
 
 class Stack:
@@ -87,7 +92,9 @@ class Stack:
         }
         if len(self.stats) != 1 + (disk is not None) + len(self.origins):
             raise ValueError("tiers and origins need names of their own")
-        self._flights: Flights[Lease | Miss] = Flights(_release)
+        self._flights: Flights[Lease | Miss] = Flights(
+            _release, linger=settings.linger, linger_cost=min(settings.linger_bytes, dram.limit // 4)
+        )
         self._to_disk = self._behind(disk.name, self._write_disk) if disk is not None else None
         self._queues = [self._behind(origin.name, partial(self._offer, origin)) for origin in origins]
         if self._to_disk is not None:
@@ -144,6 +151,7 @@ class Stack:
         deadline: float | None = None,
         stop_at_miss: bool = True,
         reach: Reach = Reach.ORIGIN,
+        ahead: bool = False,
     ) -> list[Lease | Miss]:
         """Lease each value in memory, fetching what is not there; `Lease.source` says where it was found.
 
@@ -151,20 +159,21 @@ class Stack:
 
         Args:
             wants: In prefix order; fetches start in this order.
-            deadline: A point on the monotonic clock. What has not arrived by then is TIMEOUT; a fetch goes on only while somebody
-                waits for it.
+            deadline: A point on the monotonic clock. What has not arrived by then is TIMEOUT. Its fetch goes on alone, within the
+                bounds of `StackSettings.linger`; one whose caller was cancelled does not.
             stop_at_miss: The answer ends with the first miss, and nothing behind it stays leased or is fetched any further.
             reach: How far down to look.
+            ahead: Nobody wants the values yet. They make room only by evicting what was not used lately, and are not used by this.
 
         Returns:
             In the order asked. Whoever gets a lease releases it.
         """
         found: list[Lease | Miss] = []
         try:
-            found = self.dram.lease_many(wants)
+            found = self.dram.lease_many(wants, use=not ahead)
             missing = [i for i, got in enumerate(found) if got is Miss.ABSENT]
             if missing and reach is not Reach.DRAM and not self._closed:
-                await self._fill(wants, found, missing, deadline=deadline, stop_at_miss=stop_at_miss, reach=reach)
+                await self._fill(wants, found, missing, deadline=deadline, stop_at_miss=stop_at_miss, reach=reach, ahead=ahead)
             if stop_at_miss:
                 end = next((i + 1 for i, got in enumerate(found) if isinstance(got, Miss)), len(found))
                 for got in found[end:]:
@@ -246,44 +255,43 @@ class Stack:
         deadline: float | None,
         stop_at_miss: bool,
         reach: Reach,
+        ahead: bool,
     ) -> None:
         """Fetch what is missing, a window at a time, writing each outcome to its place in `found`."""
         end = len(wants)  # nothing from here on is wanted any more
         running: dict[asyncio.Task[Lease | Miss], int] = {}
         todo = iter(missing)
         following = next(todo, end)
+        late = False
         try:
             while running or following < end:
                 while following < end and len(running) < self._settings.fetches:
-                    task = asyncio.create_task(self._get(wants[following], deadline, reach))
+                    task = asyncio.create_task(self._get(wants[following], deadline, reach, ahead=ahead))
                     running[task] = following
                     following = next(todo, end)
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     i = running.pop(task)
                     got = found[i] = task.result()
+                    late = late or got is Miss.TIMEOUT
                     if stop_at_miss and isinstance(got, Miss):
                         end = min(end, i + 1)
-                if end < len(wants):
+                if end < len(wants) and not late:  # at the deadline the others leave by themselves, and let their fetches linger
                     await _cancel([task for task, i in running.items() if i >= end])
                     running = {task: i for task, i in running.items() if i < end}
         finally:
             await _cancel(list(running))
 
-    async def _get(self, want: Want, deadline: float | None, reach: Reach) -> Lease | Miss:
-        left = self._left(deadline)
-        if left == 0.0:
+    async def _get(self, want: Want, deadline: float | None, reach: Reach, *, ahead: bool) -> Lease | Miss:
+        if self._left(deadline) == 0.0:
             return Miss.TIMEOUT
         try:
-            async with asyncio.timeout(left):
-                work = partial(self._fetch, want, reach)
-                async with self._flights.join((want.key, want.size, reach), work) as fetched:
-                    if isinstance(fetched, Miss):
-                        return fetched
-                    lease = self.dram.lease(want)
-                    if isinstance(lease, Lease):
-                        lease.source = fetched.source
-                    return lease
+            if not ahead and self._flights.running((want.key, want.size, reach, True)):
+                got = await self._land(want, reach, deadline, ahead=True, use=True)
+                if got is not Miss.FULL:  # who wants it now may make more room than who was fetching it
+                    return got
+            under_way = ahead and self._flights.running((want.key, want.size, reach, False))
+            return await self._land(want, reach, deadline, ahead=ahead and not under_way, use=not ahead)
         except TimeoutError:
             return Miss.TIMEOUT
         except asyncio.CancelledError:
@@ -292,7 +300,18 @@ class Stack:
                 return Miss.UNAVAILABLE  # not this caller was cancelled: the stack is closing
             raise
 
-    async def _fetch(self, want: Want, reach: Reach) -> Lease | Miss:
+    async def _land(self, want: Want, reach: Reach, deadline: float | None, *, ahead: bool, use: bool) -> Lease | Miss:
+        """Join the flight for a value, or start it."""
+        work, left = partial(self._fetch, want, reach, ahead=ahead), self._left(deadline)
+        async with self._flights.join((want.key, want.size, reach, ahead), work, seconds=left, cost=want.size) as fetched:
+            if isinstance(fetched, Miss):
+                return fetched
+            lease = self.dram.lease(want, use=use)
+            if isinstance(lease, Lease):
+                lease.source = fetched.source
+            return lease
+
+    async def _fetch(self, want: Want, reach: Reach, *, ahead: bool) -> Lease | Miss:
         """Bring a value to memory from the first place that has it."""
         lease = self.dram.lease(want)
         if isinstance(lease, Lease):
@@ -301,7 +320,7 @@ class Stack:
         origins = self.origins if reach is Reach.ORIGIN else ()
         if disk is None and not origins:
             return Miss.ABSENT
-        slot = self.dram.reserve(want)
+        slot = self.dram.reserve(want, ahead=ahead)
         if isinstance(slot, Miss):
             return slot
         misses = [Miss.ABSENT]
@@ -362,6 +381,8 @@ class Stack:
         kept = await origin.offer(want, lease)
         if kept:
             self.stats[origin.name].bytes_in += want.size
+        else:
+            self.stats[origin.name].drops += 1
         return kept
 
     async def _write_missing(self, disk: DiskTier, wants: Sequence[Want]) -> None:

@@ -267,7 +267,7 @@ async def test_a_deadline_is_a_timeout_and_the_fetch_goes_on_for_who_still_waits
 
 
 async def test_a_fetch_nobody_waits_for_is_cancelled_and_leaves_no_room_taken(rig):
-    async with rig() as r:
+    async with rig(linger=0) as r:
         r.in_origin(1)
         cancelled = []
 
