@@ -38,8 +38,9 @@ def main(command: list[str]) -> int:
     leaked = _left_after(GRACE_S)
     for pid, what in leaked.items():
         print(f"leaks: the run left process {pid} behind: {what}", file=sys.stderr)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     if leaked:
         return status or 1
     print("leaks: no process was left behind", file=sys.stderr)
