@@ -125,7 +125,7 @@ class ObjectStore(Protocol):
         ...
 
     async def copy(self, source: str, target: str) -> bool:
-        """Server-side copy over whatever is at `target`; False where the source is absent."""
+        """Server-side copy over whatever is at `target`; False where there is no source. `Invalid` where they are one."""
         ...
 
     def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar
 
 from kvstore.clock import Clock, SystemClock
-from kvstore.errors import Closed, Corrupt
+from kvstore.errors import Closed, Corrupt, Invalid
 from kvstore.objects.base import (
     ABSENT,
     PAGE,
@@ -100,6 +100,8 @@ class MemoryStore:
     async def copy(self, source: str, target: str) -> bool:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         check_key(source)
+        if source == target:
+            raise Invalid(f"copy {source}: source and target are one object, which S3 refuses")
         await self._turn(target)
         with self._lock:
             found = self._objects.get(source)

@@ -146,6 +146,8 @@ class Uploads:
 
     async def renew(self, name: BlockName, copy: Copy, epoch: int) -> Copy | None:
         """Copy an older generation to `epoch` inside the store; None where it is gone."""
+        if copy.gen >= epoch:  # stores refuse to copy an object onto itself
+            return copy
         source = self.key(name, copy.gen)
         target = self.key(name, epoch)
         if not await self._root.store.copy(source, target):
@@ -214,6 +216,9 @@ class Uploads:
 
     async def _bring(self, block: Wanted, namespace: Namespace, epoch: int, source: Source) -> Copy | None:
         name, known = block.name, self._known.get(block.name.tier_key)
+        fresh = self._fresh(name, epoch)  # another of this node's uploads may have ended since it was wanted
+        if fresh is not None:
+            return fresh
         if known is not None and not self._is_bad(name, known.gen):
             copy = await self.renew(name, known, epoch)  # cheaper than sending the bytes again
             if copy is not None:

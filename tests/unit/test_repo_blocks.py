@@ -74,6 +74,20 @@ async def epochs_pass(repo, count):
         await repo.epochs.advance(await repo.epochs.read())
 
 
+async def test_a_copy_that_came_meanwhile_is_used_and_never_copied_onto_itself(repo, shelf, store):
+    [name] = names(shelf, [1, 2, 3, 4])
+    assert await offer(repo, shelf, name)
+    epoch = (await repo.epochs.read()).epoch
+    known = repo.uploads.known(name)
+    assert known is not None
+    assert known.gen == epoch
+    before = len(store.requests)
+    assert await repo.uploads.renew(name, known, epoch) == known
+    assert len(store.requests) == before
+    renewed = await repo.uploads.renew(name, known, epoch + 1)
+    assert (renewed.gen, store.requests[-1].verb) == (epoch + 1, "copy")
+
+
 @pytest.mark.parametrize("name", codec.CODECS)
 async def test_what_was_offered_is_read_back_under_every_codec(memory, clock, shelf, name):
     namespace = tiny(dtype="BF16", layers=2)
