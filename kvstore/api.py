@@ -15,6 +15,10 @@ from kvstore.ids import Link, Namespace
 
 Durability = Literal["dram", "nvme", "bucket"]
 Tier = Literal["dram", "nvme", "bucket"]
+Target = Literal["device", "dram", "nvme", "bucket"]  # of a restore
+Priority = Literal["interactive", "speculative"]
+Event = Literal["tool_start", "tool_return", "resume_at", "final"]
+LATE_BOUNDS_S: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 MAX_BLOCKS: Final = 65_536  # of one session, as requests may name them
 MAX_TOKENS: Final = 16_777_216
 MAIN: Final = "main"
@@ -134,19 +138,22 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
     """How far a restore has come. Fields not yet known are None while `resolving`.
 
     Attributes:
-        state: `resolving`, `staging`, then `ready` (all of it), `partial` (a shorter prefix: a block was missing or the deadline
-            passed), `failed` or `cancelled`.
+        state: `resolving`, `staging`, then `ready` (all of it), `partial` (a shorter prefix: a block was missing, or the deadline
+            or the byte budget cut it), `failed`, `cancelled`, or `dropped` (speculative, and there was no room or time for it).
         tokens: Tokens of the version that is restored (cut to `tokens` asked).
         staged_tokens: Tokens whose blocks are in the tier now: what the engine may count on.
         by_tier: Bytes by the tier they were found in.
         eta_ms: Milliseconds it will still take, by what this restore measured so far.
+        late_ms: At its end, milliseconds by which it missed its deadline; where the deadline cut it, those that the rest would have
+            taken at the rate measured. None where it had no deadline, or ended for another reason.
     """
 
     restore_id: str
     id: str
-    state: Literal["resolving", "staging", "ready", "partial", "failed", "cancelled"]
+    state: Literal["resolving", "staging", "ready", "partial", "failed", "cancelled", "dropped"]
     node: str
-    tier: Tier
+    tier: Target
+    priority: Priority = "interactive"
     namespace: str | None = None
     lane: str | None = None
     version: int | None = None
@@ -157,7 +164,22 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
     by_tier: dict[str, int] = {}
     eta_ms: float | None = None
     elapsed_ms: float = 0
+    late_ms: float | None = None
     error: str = ""
+
+
+class Hinted(Answer, frozen=True, kw_only=True):
+    """What was made of a hint.
+
+    Attributes:
+        taken: Whether anything is done about it. Not taken means that too many wait: never an error.
+        restore_id: Of `tool_return`: the restore that it began or joined.
+    """
+
+    id: str
+    event: Event
+    taken: bool
+    restore_id: str = ""
 
 
 class NamespaceInfo(Answer, frozen=True, kw_only=True):
@@ -191,8 +213,51 @@ class Taken(Answer, frozen=True, kw_only=True):
     taken: bool
 
 
+class Doomed(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a collection would delete.
+
+    Attributes:
+        kind: `session` (its head is `key`), `manifest`, `block`, `head` or `name`.
+        gen: Generation; 0 where the kind has none.
+        size: Stored bytes; of a session, those of its blocks where they are known.
+        reason: `expired`: its time to live is over, or only such sessions name it. `capacity`: the least useful bytes above the
+            limit. `superseded`: a version that is no longer kept, or an older generation of a block. `orphan`: the manifest of a
+            family that is gone. `unnamed`: a block that no session names. `dead`, `dangling`: what `reap` takes.
+    """
+
+    kind: Literal["session", "manifest", "block", "head", "name"]
+    key: str
+    gen: int
+    size: int
+    reason: Literal["expired", "capacity", "superseded", "orphan", "unnamed", "dead", "dangling"]
+    branch: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Live blocks of one namespace: objects that a session names, each counted once, and their stored bytes."""
+
+    tenant: str
+    namespace: str
+    blocks: int
+    bytes: int
+
+
 class Collected(Answer, frozen=True, kw_only=True):
-    """What a collection did, or would do."""
+    """What a collection did, or would do.
+
+    Attributes:
+        heads: Families that live.
+        evicted: Sessions dropped because the bucket was over its limit; their bytes go with later collections.
+        bytes_deleted: Of blocks.
+        failed: Keys that the store would not delete; the next collection tries again.
+        reaped: Dead heads and dangling names deleted.
+        purged: Noncurrent versions deleted, of a versioned bucket.
+        live_bytes: Of blocks that a session names.
+        usage: The same by namespace.
+        reasons: How many things go, or would go, by reason.
+        examples: The first of them, in a dry run.
+        warnings: Sentences for an operator.
+    """
 
     epoch: int
     heads: int
@@ -205,6 +270,41 @@ class Collected(Answer, frozen=True, kw_only=True):
     bytes_deleted: int
     failed: int = 0
     dry_run: bool = False
+    evicted: int = 0
+    reaped: int = 0
+    purged: int = 0
+    live_bytes: int = 0
+    usage: list[Usage] = []
+    reasons: dict[str, int] = {}
+    examples: list[Doomed] = []
+    warnings: list[str] = []
+
+
+class CollectorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Collections by this node.
+
+    Attributes:
+        heads: Read by the run under way, or by the last one.
+        listed: Objects seen by it.
+        deleted: Objects deleted since the node started.
+        freed: Bytes of those.
+        runs: How they ended: `ok`, `skipped` (another node had just done it), or an error's kind.
+        last_success: Seconds since the epoch, by this host's clock; 0: none yet.
+        late_s: Seconds by which the next periodic run is overdue.
+        error: What the last run failed with, until one succeeds.
+        usage: Live blocks of the caller's tenant, as of the last collection by any node.
+    """
+
+    running: bool = False
+    heads: int = 0
+    listed: int = 0
+    deleted: int = 0
+    freed: int = 0
+    runs: dict[str, int] = {}
+    last_success: float = 0
+    late_s: float = 0
+    error: str = ""
+    usage: list[Usage] = []
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,8 +321,23 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     corrupt: int
 
 
+class Lateness(msgspec.Struct, frozen=True, kw_only=True):
+    """How late restores with a deadline were: a count for each of `LATE_BOUNDS_S` (not cumulative), one beyond, and their sum."""
+
+    counts: list[int]
+    total_s: float
+
+
 class Stats(Answer, frozen=True, kw_only=True):
-    """A node, as it stands."""
+    """A node, as it stands.
+
+    Attributes:
+        restores: At work or waiting.
+        restored: Restores that ended, by `priority state`.
+        lateness: By priority.
+        held_bytes: Of the caller's memory tier, spared from eviction until their use.
+        hints: By event; also `scheduled` (now), `dropped` and `failed`.
+    """
 
     node: str
     version: str
@@ -234,6 +349,11 @@ class Stats(Answer, frozen=True, kw_only=True):
     commits: dict[str, int]
     store_requests: dict[str, int]
     store: str
+    restored: dict[str, int] = {}
+    lateness: dict[str, Lateness] = {}
+    held_bytes: int = 0
+    hints: dict[str, int] = {}
+    collector: CollectorStats = CollectorStats()
 
 
 class Health(Answer, frozen=True, kw_only=True):
@@ -261,15 +381,37 @@ class Restore(OfSession, frozen=True, kw_only=True):
         tokens: Only the blocks whose tokens these begin with, full ones; empty means all.
         tier: Where to; `bucket` only resolves.
         deadline_ms: What is not staged by then is left out; 0 means the node's own limit.
+        max_bytes: No more than that is staged, in prefix order; 0 means no limit.
+        priority: A speculative restore waits while anybody wants bytes now, evicts nothing that was used lately, may be dropped.
+        hold_ms: How long what is staged in `dram` is spared from eviction, unless it is used before; the node's default where None.
         shards: Which shards; those of the manifest by default.
     """
 
     model: str = ""
     version: int | None = None
     tokens: list[int] = []
-    tier: Tier = "dram"
+    tier: Target = "dram"
     deadline_ms: int = 0
+    max_bytes: int = 0
+    priority: Priority = "interactive"
+    hold_ms: int | None = None
     shards: tuple[str, ...] = ()
+
+
+class Hint(OfSession, frozen=True, kw_only=True):
+    """What is about to happen to a session. Advice: it may be dropped, is not kept over a restart, and changes no answer.
+
+    Attributes:
+        event: `tool_start`: its turn waits for a tool; what is in memory of it is spared from eviction for a while. `tool_return`:
+            the turn goes on; its blocks are staged now. `resume_at`: it goes on at a time that is known; its blocks are staged
+            shortly before. `final`: it is done; its blocks are the first to make way.
+        at: Of `resume_at`: when, in seconds since the epoch by the node's clock ...
+        in_s: ... or in seconds from now. Exactly one of the two.
+    """
+
+    event: Event
+    at: float | None = None
+    in_s: float | None = None
 
 
 class OfRestore(Request, frozen=True, kw_only=True):
@@ -377,11 +519,16 @@ class Collect(Request, frozen=True, kw_only=True):
     """Collect garbage once.
 
     Attributes:
+        dry_run: Change nothing; say what would go, and why.
         now: Advance the epoch twice first, so that what is unnamed now is deleted at once.
+        reap: Also delete dead heads and dangling names that did not change for a week.
+        purge_versions: Also delete noncurrent versions, in a versioned bucket.
     """
 
     dry_run: bool = False
     now: bool = False
+    reap: bool = False
+    purge_versions: bool = False
 
 
 class Nothing(Request, frozen=True, kw_only=True):
@@ -407,6 +554,7 @@ CALLS: Final[tuple[Call, ...]] = (
     Call(
         "cancel_restore", "DELETE", "/v1/restores/{restore_id}", OfRestore, RestoreStatus, "Stop a restore; what is staged stays."
     ),
+    Call("hint", "POST", f"{_S}/hint", Hint, Hinted, "Say what is about to happen to a session; answers at once.", 202),
     Call("list_sessions", "GET", "/v1/sessions", ListSessions, SessionPage, "Sessions by id prefix, in pages."),
     Call("get_session", "GET", _S, OfSession, Session, "One session."),
     Call("versions", "GET", f"{_S}/versions", OfSession, Versions, "The versions that can still be restored."),

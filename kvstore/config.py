@@ -112,6 +112,8 @@ class LifecycleSettings(Section, frozen=True, kw_only=True):
         sliding: Whether commits and restores renew it.
         anonymous_ttl: PERIOD: blocks that no session names live one to two of these once collections run.
         collect_interval: Seconds between collections by this node; 0 means only when asked.
+        collect_rate: Most requests per second that a collection sends to the store; 0 means as many as it takes.
+        max_bytes: Of live blocks in the bucket; above it a collection drops the least useful sessions, never a pinned one. 0: none.
         history: Older versions of a session that stay restorable.
     """
 
@@ -119,6 +121,8 @@ class LifecycleSettings(Section, frozen=True, kw_only=True):
     sliding: bool = True
     anonymous_ttl: Seconds = Seconds(12 * 3600)
     collect_interval: Seconds = Seconds(0)
+    collect_rate: int = 0
+    max_bytes: Bytes = Bytes(0)
     history: int = 8
 
 
@@ -140,6 +144,30 @@ class LimitSettings(Section, frozen=True, kw_only=True):
     drain: Seconds = Seconds(30)
 
 
+class PrestageSettings(Section, frozen=True, kw_only=True):
+    """`[prestage]`: what is brought into memory ahead of its use.
+
+    Attributes:
+        held: Percent of the DRAM tier that may be spared from eviction until its use; speculative restores fill at most half of it.
+        hold: For how long, unless the restore says otherwise.
+        tool_hold: For how long while a tool runs (`tool_start`).
+        recent: What a request used within that time never makes way for a speculative restore.
+        speculative: Speculative restores at work at once; they pause while anybody wants bytes now.
+        waiting: Speculative restores that may wait; more are dropped.
+        inflight: Bytes that a speculative restore asks for at once: what a request may have to share the link with.
+        hints: Hints of a tenant that may be under way or scheduled; more are dropped.
+    """
+
+    held: int = 50
+    hold: Seconds = Seconds(5)
+    tool_hold: Seconds = Seconds(120)
+    recent: Seconds = Seconds(60)
+    speculative: int = 2
+    waiting: int = 256
+    inflight: Bytes = Bytes(32 << 20)
+    hints: int = 1000
+
+
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """`[tenants.<name>]`: which local users may act for a tenant on the Unix socket; empty means any user that can open it."""
 
@@ -155,6 +183,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeSettings = NodeSettings()
     lifecycle: LifecycleSettings = LifecycleSettings()
     limits: LimitSettings = LimitSettings()
+    prestage: PrestageSettings = PrestageSettings()
     tenants: dict[str, Tenant] = {}
 
 
@@ -253,6 +282,12 @@ def _check(settings: Settings) -> None:
         raise Invalid("nvme.size must be at least 1MiB")
     if not 0 <= settings.lifecycle.history <= 64:
         raise Invalid("lifecycle.history must be 0 to 64")
+    if settings.lifecycle.collect_rate < 0:
+        raise Invalid("lifecycle.collect_rate must be at least 0")
+    if not 0 <= settings.prestage.held <= 90:
+        raise Invalid("prestage.held must be 0 to 90 percent")
+    if min(settings.prestage.speculative, settings.prestage.waiting, settings.prestage.hints) < 0:
+        raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
     if settings.node.listen:
         parse_address(settings.node.listen)
 

@@ -168,9 +168,9 @@ class Keys:
         parts = key.removeprefix(self.manifests()).split("/")
         return parse_gen(parts[-1].partition("-")[0]) if key.startswith(self.manifests()) and len(parts) == 3 else None
 
-    def names(self, tenant: str) -> str:
-        """List prefix of a tenant's session names."""
-        return self._key("names", escape(tenant), "")
+    def names(self, tenant: str | None = None) -> str:
+        """List prefix of the session names of a tenant, or of all."""
+        return self._key("names", "") if tenant is None else self._key("names", escape(tenant), "")
 
     def name(self, tenant: str, name: str, namespace: NamespaceId, lane: str) -> str:
         """Which family and branch a session id means."""

@@ -1,11 +1,11 @@
-"""Rare calls about the bucket itself: make it, look at its versioning, keep it free of abandoned uploads, tag it.
+"""Rare calls about the bucket itself: make it, see to its versioning and to abandoned uploads, tag it.
 
 The only module that imports aiobotocore (extra `node`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -164,6 +164,41 @@ class BucketAdmin:
     async def open_uploads(self) -> int:
         """Multipart uploads that were started and not finished, up to 1,000."""
         return len((await self._ask("list_multipart_uploads")).get("Uploads", []))
+
+    async def purge(self, prefix: str) -> int:
+        """Delete the noncurrent versions under a key prefix, then the delete markers that cover nothing any more.
+
+        What a reader sees never changes: a marker goes only after every version below it, so that no older version of an object
+        comes back. Returns how many versions and markers were deleted.
+        """
+        gone = 0
+        async for page in self._versions(prefix):
+            gone += await self._delete_versions([each for each in page.get("Versions", []) if not each["IsLatest"]])
+        before = ""  # the last key of the page before: its versions may go on in this one
+        async for page in self._versions(prefix):
+            versions, markers = page.get("Versions", []), page.get("DeleteMarkers", [])
+            last = max((each["Key"] for each in [*versions, *markers]), default=before)
+            covering = {each["Key"] for each in versions} | {before} | ({last} if page.get("IsTruncated") else set())
+            gone += await self._delete_versions([each for each in markers if not each["IsLatest"] or each["Key"] not in covering])
+            before = last
+        return gone
+
+    async def _versions(self, prefix: str) -> AsyncIterator[dict[str, Any]]:
+        """Pages of versions and delete markers under a prefix, by key."""
+        place: dict[str, Any] = {}
+        while True:
+            page = await self._ask("list_object_versions", Prefix=prefix, **place)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            place = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page.get("NextVersionIdMarker", "")}
+
+    async def _delete_versions(self, versions: Sequence[Mapping[str, Any]]) -> int:
+        if not versions:
+            return 0
+        objects = [{"Key": each["Key"], "VersionId": each["VersionId"]} for each in versions]
+        answer = await self._ask("delete_objects", Delete={"Objects": objects, "Quiet": True})
+        return len(objects) - len(answer.get("Errors", []))
 
     async def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         what = f"{operation} {self._settings.bucket}"

@@ -1,0 +1,60 @@
+"""What collections leave in the bucket for the next one. Advisory: nothing rests on it, and any of it may be gone or wrong."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvstore.api import Collected, Usage
+from kvstore.errors import KVTierError
+from kvstore.model import FORMAT_VERSION, dump, parse
+from kvstore.objects.base import OVERWRITE
+from kvstore.repo.root import Root
+
+H = TypeVar("H", bound=msgspec.Struct)
+MOST_USAGE: Final = 1000  # namespaces that are told apart; a hint is a small object
+
+
+class CollectHint(msgspec.Struct, frozen=True, kw_only=True):
+    """`hints/collect`.
+
+    Attributes:
+        at: Store-clock seconds when it was written.
+        epoch: The collection's.
+        after: The last block key it had swept when it was written; "" at its end.
+        usage: Live blocks up to there.
+        collected: What it did; None before its end.
+    """
+
+    v: int = FORMAT_VERSION
+    at: float
+    epoch: int
+    after: str = ""
+    usage: list[Usage] = []
+    collected: Collected | None = None
+
+
+class UsageHint(msgspec.Struct, frozen=True, kw_only=True):
+    """`hints/usage`: what was alive at the end of the last collection."""
+
+    v: int = FORMAT_VERSION
+    at: float
+    usage: list[Usage]
+
+
+async def read_hint(root: Root, key: str, kind: type[H]) -> H | None:
+    """A hint, if there is one that can be read."""
+    try:
+        body = await root.register(key)
+        return None if body is None else parse(body, kind, key)
+    except KVTierError:
+        return None
+
+
+async def write_hint(root: Root, key: str, hint: CollectHint | UsageHint) -> None:
+    """Leave a hint, if the store takes it."""
+    try:
+        await root.store.put(key, dump(hint), OVERWRITE)
+    except KVTierError:
+        return

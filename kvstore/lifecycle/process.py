@@ -1,0 +1,103 @@
+"""The collector as a process of its own: `python -m kvstore.lifecycle.process`, started by a node, with jobs on its input.
+
+It runs at a low priority and shares no interpreter with the serving loop. It ends when its input does, so that none is left behind
+by a node that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import AsyncExitStack
+from typing import Final
+
+import msgspec
+
+from kvstore import api
+from kvstore.clock import Clock, RandomIds, SystemClock
+from kvstore.config import load
+from kvstore.errors import KVTierError
+from kvstore.lifecycle.collector import Progress
+from kvstore.lifecycle.direct import DirectCollector
+from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup
+
+log = logging.getLogger(__name__)
+NICE: Final = 10
+_TELL_EVERY_S: Final = 1.0
+
+
+class _Teller:
+    """Writes events; of progress, one a second and never none for long."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = Progress()
+        self._told = float("-inf")
+
+    def watch(self, progress: Progress) -> None:
+        self._last = progress
+        if self._clock.monotonic() - self._told >= _TELL_EVERY_S:
+            self._tell()
+
+    async def beat(self) -> None:
+        while True:
+            self._tell()
+            await self._clock.sleep(BEAT_S)
+
+    def _tell(self) -> None:
+        self._told = self._clock.monotonic()
+        write(Progressed(**msgspec.structs.asdict(self._last)))
+
+
+def write(event: Event) -> None:
+    """One line on standard output."""
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def serve() -> int:
+    """Do jobs until the input ends. Returns the exit status."""
+    lines = asyncio.StreamReader(limit=MAX_LINE)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    setup = msgspec.json.decode(await lines.readline(), type=Setup)
+    logging.basicConfig(stream=sys.stderr, level=setup.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    clock = SystemClock()
+    async with AsyncExitStack() as lifetime:
+        opened: DirectCollector | None = None
+        line = await lines.readline()
+        while line:
+            job = msgspec.json.decode(line, type=Job)
+            following = asyncio.create_task(lines.readline())
+            try:
+                if opened is None:
+                    opening = DirectCollector.open(load(flags=setup.settings).settings, clock, RandomIds())
+                    opened = await lifetime.enter_async_context(opening)
+                working = asyncio.create_task(_work(opened, job, clock))
+                await asyncio.wait({working, following}, return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():  # the input ended, or speaks out of turn
+                    working.cancel()
+                    await asyncio.gather(working, return_exceptions=True)
+                    return 1
+                write(Ended(collected=working.result()))
+            except KVTierError as error:
+                write(Failed(problem=error.problem()))
+            line = await following
+    return 0
+
+
+async def _work(direct: DirectCollector, job: Job, clock: Clock) -> api.Collected | None:
+    teller = _Teller(clock)
+    beating = asyncio.create_task(teller.beat())
+    try:
+        if job.fresh_s and await direct.collector.fresh(job.fresh_s):
+            return None
+        return await direct.run(job.request, watch=teller.watch)
+    finally:
+        beating.cancel()
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    sys.exit(asyncio.run(serve()))
