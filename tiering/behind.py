@@ -87,7 +87,7 @@ class WriteBehind:
                 try:
                     await self._write(want, lease)
                 except Exception as error:  # noqa: BLE001  a target is foreign code: whatever it raises, the value was not kept
-                    self._stats.errors += 1
+                    self._stats.failed(error)
                     _log.warning("%s: a value was not written: %r", self.name, error)
 
     def _over(self, want: Want, lease: Lease) -> None:

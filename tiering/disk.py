@@ -204,10 +204,11 @@ class DiskTier:
             problem = "its digest is wrong"
         except OSError as error:
             if error.errno != errno.EIO:
-                self.stats.errors += 1
+                self.stats.failed(error)
                 _log.warning("%s: reading failed: %s", self.name, error)
                 return Miss.UNAVAILABLE
-            self.stats.errors += not isinstance(error, ShortRead)
+            if not isinstance(error, ShortRead):
+                self.stats.failed(error)
             problem = str(error)
         finally:
             self._catalog.unpin(entry)
@@ -236,7 +237,7 @@ class DiskTier:
             reserved = self._catalog.reserve(want)
             kept = reserved and await self._write(want, view)
         except OSError as error:
-            self.stats.errors += 1
+            self.stats.failed(error)
             _log.warning("%s: a value was not stored: %s", self.name, error)
         finally:
             if reserved and not kept:

@@ -348,7 +348,7 @@ class Stack:
             miss = await origin.fetch(want, into)
         except Exception as error:  # noqa: BLE001  an origin is foreign code: whatever it raises, it has no answer now
             _log.warning("%s: fetching failed: %r", origin.name, error)
-            stats.errors += 1
+            stats.failed(error)
             miss = Miss.UNAVAILABLE
         if miss is None:
             stats.hit(want.size)

@@ -45,6 +45,7 @@ class TierStats(msgspec.Struct):
         drops: Values refused: no room, a full queue, or the writer failed.
         corruptions: Values whose bytes were not what they claim.
         errors: Operations that failed: I/O errors, origins that raised.
+        last_error: What the last of them said.
         reads: How long serving took, queueing included. Empty for memory.
     """
 
@@ -56,12 +57,18 @@ class TierStats(msgspec.Struct):
     drops: int = 0
     corruptions: int = 0
     errors: int = 0
+    last_error: str = ""
     reads: Histogram = msgspec.field(default_factory=Histogram)
 
     def hit(self, nbytes: int) -> None:
         """One value was served."""
         self.hits += 1
         self.bytes_out += nbytes
+
+    def failed(self, error: Exception) -> None:
+        """An operation failed."""
+        self.errors += 1
+        self.last_error = str(error) or repr(error)
 
     def miss(self, why: Miss) -> None:
         """One value was not."""

@@ -111,6 +111,16 @@ class BucketOrigin:
             self.counts[f"failed_{error.kind}"] += 1
         return run
 
+    def known(self, wants: Sequence[Want]) -> int:
+        """Length of the leading run that earlier answers say is in the bucket. Asks nobody."""
+        run = 0
+        for want in wants:
+            copy = self._uploads.known(want.ref.name) if isinstance(want.ref, BlockWant) else None
+            if copy is None or copy.gen < self._epochs.latest - 1:
+                break
+            run += 1
+        return run
+
     async def inspect(self, want: Want) -> Miss | None:
         """Whether exactly the named copy is there and sound; its bytes are thrown away. Raises as the store does."""
         ref = want.ref

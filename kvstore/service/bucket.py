@@ -7,21 +7,25 @@ is an error at start, because waiting does not mend it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from kvstore.clock import Clock, Ids
-from kvstore.errors import KVTierError, Unavailable, Unsupported
+from kvstore.errors import Denied, KVTierError, Unavailable, Unsupported
 from kvstore.ids import Namespace, NamespaceId
+from kvstore.lifecycle.health import skew_reason
 from kvstore.objects.counting import CountingStore
 from kvstore.repo import Repo
 from tiering import Lease, Miss, Want
 
 log = logging.getLogger(__name__)
 _FIRST_WAIT, _LONGEST_WAIT, _CHECK_EVERY = 0.5, 15.0, 10.0
-PART = "bucket"  # its name among what is degraded
+_SLOW_S = 5.0  # a small read that takes longer is worth telling
+_NAMESPACE_S = 2.0
+PART, CLOCK = "bucket", "clock"  # names among what is degraded
 
 
 class Bucket:
@@ -46,6 +50,7 @@ class Bucket:
         self._connect, self._counters, self._degraded, self._clock, self._ids = connect, counters, degraded, clock, ids
         self._lifetime = AsyncExitStack()
         self._repo: Repo | None = None
+        self._naming: set[asyncio.Task[None]] = set()
 
     @property
     def configured(self) -> bool:
@@ -78,7 +83,7 @@ class Bucket:
         try:
             self._repo = await self._lifetime.enter_async_context(self._connect())
         except Unavailable as error:
-            self._degraded[PART] = error.message
+            self._degraded[PART] = f"{error.kind}: {error.message}"
             log.warning("starting without the bucket, trying again: %s", error)
 
     async def watch(self) -> None:
@@ -89,8 +94,7 @@ class Bucket:
                 if self._repo is None:
                     self._repo = await self._lifetime.enter_async_context(self._connect())
                     log.info("the bucket is reached")
-                await self._repo.check()
-                self._degraded.pop(PART, None)
+                await self._look(self._repo)
                 wait = _FIRST_WAIT
                 await self._clock.sleep(_CHECK_EVERY)
             except KVTierError as error:
@@ -98,9 +102,25 @@ class Bucket:
                 await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
                 wait = min(wait * 2, _LONGEST_WAIT)
 
+    async def _look(self, repo: Repo) -> None:
+        """Whether the store answers, in good time, and by a clock like ours."""
+        begun = self._clock.monotonic()
+        await repo.check()
+        took = self._clock.monotonic() - begun
+        skew = skew_reason(await repo.root.now() - self._clock.now())
+        slow = f"slow: a read of format.json took {took:.0f} s" if took > _SLOW_S else ""
+        for part, why in ((PART, slow), (CLOCK, skew)):
+            if why:
+                self._degraded[part] = why
+            else:
+                self._degraded.pop(part, None)
+
     async def aclose(self) -> None:
         """Let go of repository and store."""
         self._repo = None
+        for task in self._naming:
+            task.cancel()
+        await asyncio.gather(*self._naming, return_exceptions=True)
         await self._lifetime.aclose()
 
     # --- as the hierarchy's origin ---
@@ -117,12 +137,32 @@ class Bucket:
         """Leading run."""
         return 0 if self._repo is None else await self._repo.origin.contains(wants)
 
+    def known(self, wants: Sequence[Want]) -> int:
+        """Leading run that earlier answers say is there."""
+        return 0 if self._repo is None else self._repo.origin.known(wants)
+
     # --- as the registry's store ---
 
     async def put_namespace(self, namespace: Namespace) -> None:
-        """Keep its fields readable. While the bucket is out of reach this waits for the first commit, which needs it anyway."""
-        if self._repo is not None:
-            await self._repo.put_namespace(namespace)
+        """Keep its fields readable.
+
+        A bucket that fails or takes its time must not keep an engine from its local tiers: then the first commit does this, which
+        needs it anyway.
+        """
+        if self._repo is None:
+            return
+        task = asyncio.create_task(self._repo.put_namespace(namespace))
+        self._naming.add(task)
+        task.add_done_callback(self._named)
+        done, _ = await asyncio.wait((task,), timeout=_NAMESPACE_S)
+        error = task.exception() if done and not task.cancelled() else None
+        if error is not None and not isinstance(error, Unavailable | Denied):
+            raise error
+
+    def _named(self, task: asyncio.Task[None]) -> None:
+        self._naming.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a namespace is not in the bucket yet: %s", error)
 
     async def namespace(self, namespace: NamespaceId) -> Namespace | None:
         """Its fields."""

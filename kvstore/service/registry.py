@@ -55,6 +55,11 @@ class Registry:
         """Know a namespace without writing it anywhere."""
         self._known[fields.id] = fields
 
+    def known(self, tenant: str, wanted: str) -> Namespace | None:
+        """A namespace's fields where they need no look into the bucket."""
+        found = self._known.get(wanted)
+        return found if found is not None and found.tenant == tenant else None
+
     async def get(self, tenant: str, wanted: str) -> Namespace:
         """A namespace's fields.
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from kvstore.clock import Clock, Ids
 
 log = logging.getLogger(__name__)
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+_FIRST_WAIT, _LONGEST_WAIT, _WELL_S = 1.0, 60.0, 300.0
 
 
 class Supervisor:
@@ -28,9 +28,12 @@ class Supervisor:
     async def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         wait = _FIRST_WAIT
         while True:
+            begun = self._clock.monotonic()
             try:
                 await work()
             except Exception:  # any failure of one task is its own: it is logged, counted and tried again
+                if self._clock.monotonic() - begun > _WELL_S:
+                    wait = _FIRST_WAIT  # it had recovered from what was wrong before
                 log.exception("background task %s failed; next try in about %.0f s", name, wait)
                 self.restarts[name] += 1
                 await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
