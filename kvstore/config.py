@@ -113,6 +113,7 @@ class LifecycleSettings(Section, frozen=True, kw_only=True):
         anonymous_ttl: PERIOD: blocks that no session names live one to two of these once collections run.
         collect_interval: Seconds between collections by this node; 0 means only when asked.
         collect_rate: Most requests per second that a collection sends to the store; 0 means as many as it takes.
+        max_skew: How far this host's clock may be from the store's; beyond, nothing is collected from here. 0: whatever.
         max_bytes: Of live blocks in the bucket; above it a collection drops the least useful sessions, never a pinned one. 0: none.
         history: Older versions of a session that stay restorable.
     """
@@ -122,6 +123,7 @@ class LifecycleSettings(Section, frozen=True, kw_only=True):
     anonymous_ttl: Seconds = Seconds(12 * 3600)
     collect_interval: Seconds = Seconds(0)
     collect_rate: int = 0
+    max_skew: Seconds = Seconds(300)
     max_bytes: Bytes = Bytes(0)
     history: int = 8
 

@@ -10,19 +10,28 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
-from kvstore.config import Settings, StorageUrl, StoreSettings
+from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Invalid
 from kvstore.keys import Keys
-from kvstore.lifecycle import collect
-from kvstore.objects import MemoryStore, ObjectStore, RetryingStore, S3Settings, S3Store, probe
+from kvstore.lifecycle.collector import CollectSettings
+from kvstore.lifecycle.health import Health, StoreSigns
+from kvstore.lifecycle.prestage import Turns
+from kvstore.lifecycle.runners import InProcess, Subprocess
+from kvstore.lifecycle.worker import Collections
+from kvstore.objects import ObjectStore, RetryingStore, probe
+from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
+from kvstore.objects.hedge import HedgingStore
+from kvstore.objects.opening import open_store
 from kvstore.repo import Repo, RepoSettings
+from kvstore.service.bucket import PART as BUCKET
 from kvstore.service.bucket import Bucket
 from kvstore.service.calls import Service
 from kvstore.service.commits import Commits
 from kvstore.service.local import LocalCommits
 from kvstore.service.plane import Plane, TenantTiers
 from kvstore.service.registry import Registry
+from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
 from tiering import DiskTier, DramTier, Movers, PathInUse, Stack, StackSettings
 
@@ -63,20 +72,29 @@ class Node:
         degraded: dict[str, str] = {"starting": "tiers are being opened"}
         async with AsyncExitStack() as lifetime:
             movers = await lifetime.enter_async_context(Movers.open())
-            counters: list[CountingStore] = []
+            signs, health = StoreSigns(clock, ids), Health(degraded)
             connect = None
             if settings.store.url or store is not None:
-                connect = partial(_repository, settings, movers, clock, ids, counters, store)
-            bucket = Bucket(connect, counters, degraded, clock, ids)
+                connect = partial(_repository, settings, movers, clock, ids, signs, store)
+            bucket = Bucket(connect, signs.counters, degraded, clock, ids)
             lifetime.push_async_callback(bucket.aclose)
             await bucket.open()
             disk = await lifetime.enter_async_context(_disk(settings, movers)) if settings.nvme.path else None
             tiers = await _tenants(settings, bucket, disk, movers, clock, lifetime)
-            registry = Registry(bucket)
-            plane = Plane(tiers, registry, bucket if bucket.configured else None, clock, movers)
+            registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
+            plane = Plane(tiers, registry, bucket if bucket.configured else None, clock, movers, turns)
+            lifetime.push_async_callback(plane.aclose)
+            if bucket.configured:
+                health.ask(BUCKET, signs.faults)
+                health.ask("breaker", signs.breaker.reason)
+            watch_tiers(health, tiers, disk, clock)
+            background = Supervisor(clock, ids)
             local = LocalCommits(plane, registry, bucket, disk)
             commits = Commits(local, disk.journal if disk is not None else None, clock, ids)
             lifetime.push_async_callback(commits.drain, float(settings.limits.drain))
+            here = store is not None or not settings.store.url.startswith("s3:")
+            collections = _collections(settings, bucket, clock, here=here)
+            lifetime.push_async_callback(collections.aclose)
             service = Service(
                 node_id=node_id,
                 version=version("kvtier"),
@@ -86,49 +104,32 @@ class Node:
                 registry=registry,
                 plane=plane,
                 commits=commits,
+                collections=collections,
                 ids=ids,
-                degraded=degraded,
+                health=health,
+                signs=signs,
+                restarts=background.restarts,
             )
             lifetime.push_async_callback(service.aclose)
-            background = Supervisor(clock, ids)
             lifetime.push_async_callback(background.aclose)
             background.run("bucket", bucket.watch)
+            background.run("health", partial(health.watch, clock))
             background.run("replay", partial(_replay, commits, degraded))
-            if settings.lifecycle.collect_interval and bucket.configured:
-                background.run("collect", partial(_collect, bucket, clock, settings.lifecycle.collect_interval))
+            if bucket.configured:
+                background.run("collect", collections.keep)
             yield cls(settings, service)
 
 
 @asynccontextmanager
-async def open_store(url: StorageUrl, settings: StoreSettings, clock: Clock) -> AsyncIterator[ObjectStore]:
-    """The bare store a URL names."""
-    if url.scheme == "memory":
-        yield MemoryStore.named(url.host, clock)
-        return
-    async with S3Store.open(s3_settings(url, settings), clock=clock) as store:
-        yield store
-
-
-def s3_settings(url: StorageUrl, settings: StoreSettings) -> S3Settings:
-    """Where the bucket of an `s3://` URL is. A custom endpoint is addressed by path, AWS by host, unless the URL says so."""
-    return S3Settings(
-        bucket=url.host,
-        endpoint=url.endpoint,
-        region=url.region or "us-east-1",
-        addressing=url.addressing or ("path" if url.endpoint else "virtual"),
-        ca_bundle=url.ca_bundle,
-        allow_http=url.allow_http,
-        instance_metadata=settings.instance_metadata,
-        timeout_s=float(settings.timeout),
-        max_inflight_bytes=int(settings.inflight),
-    )
-
-
-@asynccontextmanager
 async def _repository(
-    settings: Settings, movers: Movers, clock: Clock, ids: Ids, counters: list[CountingStore], store: ObjectStore | None
+    settings: Settings, movers: Movers, clock: Clock, ids: Ids, signs: StoreSigns, store: ObjectStore | None
 ) -> AsyncIterator[Repo]:
-    """Probe the store, then open the root in it."""
+    """Probe the store, then open the root in it.
+
+    Between the two stand, from the store upwards: what counts, so that it sees every request that is sent, second GETs included; what
+    hedges, so that a cancelled loser is nobody's verdict on the store; the breaker, which judges single attempts; and what retries,
+    so that a breaker that opens ends its attempts at once.
+    """
     async with AsyncExitStack() as lifetime:
         root = ""
         if store is None:
@@ -136,7 +137,7 @@ async def _repository(
             root = url.path
             store = await lifetime.enter_async_context(open_store(url, settings.store, clock))
         counter = CountingStore(store)
-        counters.append(counter)
+        signs.counters.append(counter)
         keys = Keys(root)
         found = await probe(counter, keys.probe(ids.new()), clock, ids)
         repo_settings = RepoSettings(
@@ -148,7 +149,9 @@ async def _repository(
             inflight=int(settings.store.inflight),
         )
         seen = {"conditional_writes": True, "conditional_get": found.conditional_get}
-        retrying = RetryingStore(counter, clock, ids)
+        hedging = await lifetime.enter_async_context(HedgingStore.open(counter, clock, signs.hedges))
+        breaking = BreakingStore.open(hedging, signs.breaker, clock, keys.format, signs.faults.saw)
+        retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids)
         opening = Repo.open(retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen)
         repo = await lifetime.enter_async_context(opening)
         yield repo
@@ -173,11 +176,14 @@ async def _tenants(
 ) -> dict[str, TenantTiers]:
     """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and the bucket are common."""
     uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
-    share = int(settings.dram.size) // len(uids)
+    share, ahead = int(settings.dram.size) // len(uids), settings.prestage
     bounds = StackSettings(behind_bytes=int(settings.limits.write_behind), drain_s=float(settings.limits.drain))
     tiers = {}
     for name, allowed in uids.items():
-        dram = await lifetime.enter_async_context(DramTier.open("dram", share, movers))
+        opening = DramTier.open(
+            "dram", share, movers, held=ahead.held / 100, recent_s=float(ahead.recent), monotonic=clock.monotonic
+        )
+        dram = await lifetime.enter_async_context(opening)
         origins = [bucket] if bucket.configured else []
         stack = await lifetime.enter_async_context(Stack.open(dram, disk, origins, bounds, monotonic=clock.monotonic))
         tiers[name] = TenantTiers(dram, stack, allowed)
@@ -194,7 +200,10 @@ async def _replay(commits: Commits, degraded: dict[str, str]) -> None:
         degraded.pop("commits", None)
 
 
-async def _collect(bucket: Bucket, clock: Clock, every: int) -> None:
-    while True:
-        await clock.sleep(every)
-        await collect(bucket.repo)
+def _collections(settings: Settings, bucket: Bucket, clock: Clock, *, here: bool) -> Collections:
+    """Collections in a process of their own, where they cost the serving loop nothing; here only if the store lives here, too."""
+    interval = int(settings.lifecycle.collect_interval)
+    runner = (
+        InProcess(lambda: bucket.repo, CollectSettings.of(settings.lifecycle)) if here else Subprocess(settings, keep=interval > 0)
+    )
+    return Collections(runner, lambda: bucket.repo, clock, interval)

@@ -15,11 +15,11 @@ from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Denied, KVTierError
 from kvstore.keys import Keys
 from kvstore.model import Epoch, parse
-from kvstore.node import s3_settings
 from kvstore.objects import Absent, Got, ObjectStore, S3Settings, S3Store, Unchanged, probe
 from kvstore.objects.admin import BucketAdmin
 from kvstore.objects.credential_chain import chain
 from kvstore.objects.credentials import Credentials
+from kvstore.objects.opening import s3_settings
 
 _SKEW_WARN_S: Final = 60.0
 _SKEW_FAIL_S: Final = 300.0  # stores refuse signatures from 900 s on

@@ -17,8 +17,8 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import EXIT_FAILED, Unsupported
 from kvstore.keys import Keys
-from kvstore.node import open_store
 from kvstore.objects import RetryingStore
+from kvstore.objects.opening import open_store
 from kvstore.repo import Repo, RepoSettings
 from kvstore.repo.fsck import Report
 from kvstore.repo.fsck import fsck as check

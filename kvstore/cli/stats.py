@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvstore import open_sync
+from kvstore import api, open_sync
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
@@ -29,6 +29,8 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             "restores": found.restores,
             "commits": _counts(found.commits),
             "store requests": _counts(found.store_requests),
+            "live in the bucket": _live(found.collector),
+            "collections": _collections(found.collector),
             **{f"degraded: {part}": why for part, why in health.degraded.items()},
         }
     )
@@ -52,6 +54,25 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
         ],
         empty="no local tiers",
     )
+
+
+def _live(collector: api.CollectorStats) -> str:
+    """As of the last collection, by whichever node."""
+    if not collector.usage:
+        return "unknown until a collection has run" if not collector.last_success else "nothing"
+    blocks, nbytes = sum(usage.blocks for usage in collector.usage), sum(usage.bytes for usage in collector.usage)
+    return f"{output.size(nbytes)} in {blocks:,} blocks of {len(collector.usage)} namespaces"
+
+
+def _collections(collector: api.CollectorStats) -> str:
+    parts = [_counts(collector.runs), f"{output.size(collector.freed)} freed"]
+    if collector.running:
+        parts.append(f"one is running ({collector.listed:,} objects seen)")
+    if collector.late_s:
+        parts.append(f"the next is {output.span(collector.late_s)} late")
+    if collector.error:
+        parts.append(f"the last failed: {collector.error}")
+    return "; ".join(parts)
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -45,8 +45,11 @@ class Client:
         lane: str = "",
         version: int | None = None,
         tokens: Sequence[int] = (),
-        tier: api.Tier = "dram",
+        tier: api.Target = "dram",
         deadline_ms: int = 0,
+        max_bytes: int = 0,
+        priority: api.Priority = "interactive",
+        hold_ms: int | None = None,
         shards: Sequence[Shard | str] = (),
     ) -> api.RestoreStatus:
         """Begin to bring a session's blocks into a tier; answered at once, with what is known by then (see `wait`).
@@ -60,6 +63,9 @@ class Client:
             tokens: Only the blocks that these begin with.
             tier: Where to.
             deadline_ms: What is not there by then is left out.
+            max_bytes: No more than that is staged, in prefix order; 0: no limit.
+            priority: `speculative` waits while anybody wants bytes now, evicts nothing that was used lately, and may be dropped.
+            hold_ms: How long it is spared from eviction there, unless it is used before; the node's default where None.
             shards: Which shards; all of the version's by default.
 
         Raises:
@@ -76,6 +82,9 @@ class Client:
             tokens=list(tokens),
             tier=tier,
             deadline_ms=deadline_ms,
+            max_bytes=max_bytes,
+            priority=priority,
+            hold_ms=hold_ms,
             shards=tuple(map(str, shards)),
         )
         return await self._call("restore", request, api.RestoreStatus)
@@ -85,7 +94,7 @@ class Client:
         return await self._call("get_restore", api.GetRestore(restore_id=restore_id, wait_ms=wait_ms), api.RestoreStatus)
 
     async def wait(self, restore: api.RestoreStatus | str, *, timeout_ms: int = 600_000) -> api.RestoreStatus:
-        """Wait for a restore's end: `ready`, `partial`, `failed` or `cancelled`.
+        """Wait for a restore's end: `ready`, `partial`, `failed`, `cancelled` or `dropped`.
 
         Raises:
             Unavailable: It has not ended in time (kind `timeout`); it goes on.
@@ -104,6 +113,21 @@ class Client:
     async def cancel_restore(self, restore_id: str) -> api.RestoreStatus:
         """Stop it; what is staged stays. Raises `NotFound`."""
         return await self._call("cancel_restore", api.OfRestore(restore_id=restore_id), api.RestoreStatus)
+
+    async def hint(
+        self,
+        session_id: str,
+        *,
+        event: api.Event,
+        at: float | None = None,
+        in_s: float | None = None,
+        namespace: Namespace | str = "",
+        lane: str = "",
+    ) -> api.Hinted:
+        """Say what is about to happen to a session (:class:`kvstore.api.Hint`). Advice: it may be dropped, which is no error."""
+        return await self._call(
+            "hint", await self._of(api.Hint, session_id, namespace, lane, event=event, at=at, in_s=in_s), api.Hinted
+        )
 
     # --- sessions ---
 
@@ -268,9 +292,12 @@ class Client:
                 raise
             return api.Found(run=0, tiers=[])
 
-    async def collect(self, *, dry_run: bool = False, now: bool = False) -> api.Collected:
+    async def collect(
+        self, *, dry_run: bool = False, now: bool = False, reap: bool = False, purge_versions: bool = False
+    ) -> api.Collected:
         """Collect garbage once (:class:`kvstore.api.Collect`)."""
-        return await self._call("collect", api.Collect(dry_run=dry_run, now=now), api.Collected)
+        request = api.Collect(dry_run=dry_run, now=now, reap=reap, purge_versions=purge_versions)
+        return await self._call("collect", request, api.Collected)
 
     async def stats(self) -> api.Stats:
         """Tiers, queues, requests."""

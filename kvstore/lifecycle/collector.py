@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvstore import api
+from kvstore.config import LifecycleSettings
 from kvstore.errors import Unavailable
 from kvstore.ids import NamespaceId
 from kvstore.lifecycle.capacity import Candidate, LeastWorth, last_used, standing, worth
@@ -41,6 +42,11 @@ class CollectSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_bytes: int = 0
     max_skew_s: float | None = 300.0
+
+    @classmethod
+    def of(cls, lifecycle: LifecycleSettings) -> CollectSettings:
+        """As a node is told."""
+        return cls(max_bytes=int(lifecycle.max_bytes), max_skew_s=float(lifecycle.max_skew) or None)
 
 
 class Progress(msgspec.Struct, kw_only=True):

@@ -58,7 +58,7 @@ class DirectCollector:
             how = RepoSettings(init=False, period=int(lifecycle.anonymous_ttl), cached_sessions=_KEPT_HEADS, cached_manifests=1)
             opening = Repo.open(RetryingStore(store, clock, ids), keys, clock, ids, movers.run, how)
             repo = await lifetime.enter_async_context(opening)
-            collector = Collector(repo, CollectSettings(max_bytes=int(lifecycle.max_bytes)))
+            collector = Collector(repo, CollectSettings.of(lifecycle))
             yield cls(collector, keys.root, s3_settings(url, settings.store) if url.scheme == "s3" else None)
 
     async def run(self, request: api.Collect, *, report: Report | None = None, watch: Watch | None = None) -> api.Collected:

@@ -76,6 +76,7 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("kvtier_commits_pending", "Acknowledged here, not yet in the bucket.", commits.pop("pending", 0))
         yield _counts("kvtier_commits", "Commits, by how they ended.", "outcome", commits)
         yield _store_requests(stats.store_requests)
+        yield from _collector(stats.collector)
 
 
 def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
@@ -91,6 +92,25 @@ def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
         moved.add_metric([name, "in"], tier.bytes_in)
         moved.add_metric([name, "out"], tier.bytes_out)
     yield moved
+
+
+def _collector(stats: api.CollectorStats) -> Iterator[Metric]:
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield gauge("kvtier_collector_running", "Whether a collection runs.", int(stats.running))
+    yield gauge("kvtier_collector_heads", "Families read by the collection that runs, or by the last one.", stats.heads)
+    yield gauge("kvtier_collector_listed", "Objects seen by the collection that runs, or by the last one.", stats.listed)
+    yield counter("kvtier_collector_deleted", "Objects deleted.", stats.deleted)
+    yield counter("kvtier_collector_freed_bytes", "Bytes of deleted objects.", stats.freed)
+    yield gauge("kvtier_collector_last_success_timestamp_seconds", "When a collection last succeeded.", stats.last_success)
+    yield gauge("kvtier_collector_late_seconds", "By how much the next periodic collection is overdue.", stats.late_s)
+    yield _counts("kvtier_collector_runs", "Collections, by how they ended.", "outcome", stats.runs)
+    blocks = GaugeMetricFamily("kvtier_bucket_blocks", "Blocks that a session names, at the last collection.", labels=["namespace"])
+    nbytes = GaugeMetricFamily("kvtier_bucket_bytes", "Stored bytes of those.", labels=["namespace"])
+    for usage in stats.usage:
+        blocks.add_metric([usage.namespace], usage.blocks)
+        nbytes.add_metric([usage.namespace], usage.bytes)
+    yield blocks
+    yield nbytes
 
 
 def _store_requests(counts: Mapping[str, int]) -> Metric:

@@ -14,14 +14,15 @@ from kvstore.config import Settings
 from kvstore.errors import Invalid, NotFound, Unsupported
 from kvstore.ids import Namespace, Shard, prefix_id
 from kvstore.keys import check_id
-from kvstore.lifecycle import collect
+from kvstore.lifecycle.worker import Collections
+from kvstore.lifecycle.health import Health, StoreSigns
 from kvstore.repo import Repo
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
 from kvstore.service.plane import Plane
 from kvstore.service.registry import Registry
 from kvstore.service.restores import Resolved, Restores
-from kvstore.service.stats import tier_stats
+from kvstore.service.stats import store_stats, tier_stats
 
 MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS = 32, 256, 10 * 365 * 86400, 60_000
 _SETTLE_S: Final = 30.0  # a call that reads a session waits that long for this node's own commits to land
@@ -35,6 +36,9 @@ class Service:
         version: Of kvtier.
         settings: The node's.
         bucket: The repository, once it is reached.
+        health: What is degraded.
+        signs: How the bucket's store is doing.
+        restarts: Of background tasks.
     """
 
     def __init__(
@@ -48,12 +52,16 @@ class Service:
         registry: Registry,
         plane: Plane,
         commits: Commits,
+        collections: Collections,
         ids: Ids,
-        degraded: dict[str, str],
+        health: Health,
+        signs: StoreSigns,
+        restarts: Mapping[str, int],
     ) -> None:
         self.node_id, self.version, self.settings, self._clock = node_id, version, settings, clock
         self._bucket, self._registry, self.plane, self._commits = bucket, registry, plane, commits
-        self.degraded = degraded
+        self._collections = collections
+        self._health, self._signs, self._restarts = health, signs, restarts
         self._started = clock.monotonic()
         limits = settings.limits
         self._restores = Restores(
@@ -227,7 +235,8 @@ class Service:
 
     async def collect(self, tenant: str, request: api.Collect) -> api.Collected:
         """Once."""
-        return await collect(self.repo, dry_run=request.dry_run, now=request.now)
+        _ = self.repo  # raises, saying what to configure
+        return await self._collections.collect(request)
 
     async def stats(self, tenant: str, _: api.Nothing) -> api.Stats:
         """As it stands; tiers are the caller's, the disk is shared."""
@@ -236,13 +245,18 @@ class Service:
             node=self.node_id,
             version=self.version,
             uptime_s=self._clock.monotonic() - self._started,
-            tiers=tier_stats(tiers),
+            tiers=tier_stats(tiers, self.plane.reads),
             leases=tiers.dram.leases,
             queued_bytes=sum(tiers.stack.queued.values()),
             restores=self._restores.running,
             commits={**self._commits.outcomes, "pending": self._commits.pending},
             store_requests=self._bucket.requests(),
             store=self.settings.store.url,
+            reads=dict(self.plane.reads.requests),
+            tokens_missed=dict(self.plane.reads.missed),
+            bucket=store_stats(self._signs),
+            restarts=dict(self._restarts),
+            collector=self._collections.stats(tenant),
         )
 
     async def health(self, tenant: str, _: api.Nothing) -> api.Health:
@@ -251,7 +265,8 @@ class Service:
 
     async def ready(self, tenant: str, _: api.Nothing) -> api.Health:
         """May be sent work; a tier never fails a request, so a degraded node is still ready."""
-        return api.Health(ok="starting" not in self.degraded, node=self.node_id, version=self.version, degraded=dict(self.degraded))
+        degraded = self._health.degraded()
+        return api.Health(ok="starting" not in degraded, node=self.node_id, version=self.version, degraded=degraded)
 
 
 def check_commit(request: api.Commit, namespace: Namespace) -> None:
