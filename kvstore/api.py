@@ -307,8 +307,39 @@ class CollectorStats(msgspec.Struct, frozen=True, kw_only=True):
     usage: list[Usage] = []
 
 
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """How long something took, by bucket.
+
+    Attributes:
+        bounds_s: Inclusive upper ends, in seconds.
+        counts: One count for each bound, and one for what took longer; not cumulative.
+        total_s: Sum.
+    """
+
+    bounds_s: list[float] = []
+    counts: list[int] = []
+    total_s: float = 0
+
+
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier, as it stands."""
+    """One tier, as it stands.
+
+    Attributes:
+        used: Payload bytes held or reserved.
+        limit: Payload bytes it may hold; 0 for the bucket.
+        hits: Blocks found.
+        misses: Blocks not found.
+        bytes_in: Bytes taken.
+        bytes_out: Bytes given.
+        evictions: Blocks that made room.
+        dropped: Blocks not taken, for want of room or time, or because the tier failed.
+        corrupt: Blocks whose bytes were not what they claim.
+        missed: Misses by reason.
+        tokens: Tokens that readers got from it, of every tenant.
+        queued_bytes: Bytes waiting to be written to it.
+        errors: Operations that failed.
+        reads: How long reading a block took.
+    """
 
     used: int
     limit: int
@@ -319,6 +350,29 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int
     dropped: int
     corrupt: int
+    missed: dict[str, int] = {}
+    tokens: int = 0
+    queued_bytes: int = 0
+    errors: int = 0
+    reads: Latency = Latency()
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How the bucket's store is doing.
+
+    Attributes:
+        breaker: `closed`: requests are sent. `open`: the store failed, and is left alone. `half_open`: a probe is under way.
+        opened: How often it opened.
+        refused: Requests not sent because of it.
+        hedges_sent: Reads asked for a second time because they were slow.
+        hedges_won: Those that were answered first.
+    """
+
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+    opened: int = 0
+    refused: int = 0
+    hedges_sent: int = 0
+    hedges_won: int = 0
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,6 +391,10 @@ class Stats(Answer, frozen=True, kw_only=True):
         lateness: By priority.
         held_bytes: Of the caller's memory tier, spared from eviction until their use.
         hints: By event; also `scheduled` (now), `dropped` and `failed`.
+        reads: Requests of readers, by `get` or `lookup`, and `complete`, `partial` or `miss`.
+        tokens_missed: Tokens that readers asked for and did not get, by reason.
+        bucket: How its store is doing.
+        restarts: How often each background task failed and was started again.
     """
 
     node: str
@@ -354,6 +412,10 @@ class Stats(Answer, frozen=True, kw_only=True):
     held_bytes: int = 0
     hints: dict[str, int] = {}
     collector: CollectorStats = CollectorStats()
+    reads: dict[str, int] = {}
+    tokens_missed: dict[str, int] = {}
+    bucket: StoreStats = StoreStats()
+    restarts: dict[str, int] = {}
 
 
 class Health(Answer, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ class SyncClient:
     get_restore = _blocking(Client.get_restore)
     wait = _blocking(Client.wait)
     cancel_restore = _blocking(Client.cancel_restore)
+    hint = _blocking(Client.hint)
     list_sessions = _blocking(Client.list_sessions)
     sessions = _iterating(Client.sessions)
     get_session = _blocking(Client.get_session)

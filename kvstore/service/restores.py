@@ -1,6 +1,7 @@
 """Restores: bring a session's blocks into a tier, answering at once and reporting progress.
 
-A restore takes exactly the path of a request (`Stack.get_many`), only earlier. It is never needed for correctness.
+A restore takes exactly the path of a request (`Stack.get_many`), only earlier. It is never needed for correctness. Interactive ones
+count as requests; speculative ones give way to everybody (:mod:`kvstore.lifecycle.prestage`).
 """
 
 from __future__ import annotations
@@ -8,47 +9,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from kvstore import api
 from kvstore.clock import Clock, Ids
+from kvstore.config import PrestageSettings
 from kvstore.errors import KVTierError, NotFound, Overloaded
-from kvstore.ids import Link, Namespace, Shard, chain
-from kvstore.model import BlockRef, Manifest
-from kvstore.service.plane import Plane, block_wants
-from tiering import Lease, Miss, Want
+from kvstore.lifecycle.prestage import Rates, Ticket
+from kvstore.service.plane import Plane
+from kvstore.service.punctuality import Punctuality
+from kvstore.service.stager import Stager
+from kvstore.service.staging import Plan, Resolved
 
 log = logging.getLogger(__name__)
-STEP: Final = 64  # blocks asked at once: enough to fill the link, few enough to report progress
-
-
-class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's version, found: its manifest cut to the blocks that belong to it."""
-
-    session: api.Session
-    manifest: Manifest
-    namespace: Namespace
-
-
 Resolve = Callable[[str, api.Restore], Awaitable[Resolved]]
+_UNDER_WAY: Final = {"resolving", "staging"}
 
 
 class Restoring:
-    """One restore: its status, who watches it, the task that works."""
+    """One restore: its status, who watches it, the task that works.
 
-    def __init__(self, status: api.RestoreStatus, tenant: str, request: api.Restore, started: float) -> None:
-        self.status, self.tenant, self.request, self.started = status, tenant, request, started
+    Attributes:
+        ticket: Its place among others.
+        due: The point on the monotonic clock by which it should be done; None where nobody said.
+        started: When it began.
+    """
+
+    def __init__(
+        self, status: api.RestoreStatus, tenant: str, request: api.Restore, ticket: Ticket, started: float, due: float | None
+    ) -> None:
+        self.status, self.tenant, self.request, self.ticket = status, tenant, request, ticket
+        self.started, self.due = started, due
         self.task: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
 
     @property
     def over(self) -> bool:
         """Whether it came to an end."""
-        return self.status.state not in {"resolving", "staging"}
+        return self.status.state not in _UNDER_WAY
 
 
 class Restores:
@@ -56,44 +59,112 @@ class Restores:
 
     Args:
         resolve: Finds a session's version; it waits for commits of that session that this node still has to land.
-        plane: The tiers.
+        plane: The tiers, and whose turn it is.
+        settings: Of what is brought in ahead of its use.
         limit: Restores remembered; running ones beyond it are refused.
         longest: Seconds a restore works when it names no deadline.
     """
 
-    def __init__(self, resolve: Resolve, plane: Plane, clock: Clock, ids: Ids, *, node: str, limit: int, longest: float) -> None:
+    def __init__(
+        self,
+        resolve: Resolve,
+        plane: Plane,
+        clock: Clock,
+        ids: Ids,
+        *,
+        node: str,
+        settings: PrestageSettings,
+        limit: int,
+        longest: float,
+    ) -> None:
         self._resolve, self._plane, self._clock, self._ids = resolve, plane, clock, ids
-        self._node, self._limit, self._longest = node, limit, longest
-        self._all: OrderedDict[str, Restoring] = OrderedDict()
+        self._node, self._settings, self._limit, self._longest = node, settings, limit, longest
+        self._all: dict[str, Restoring] = {}
+        self._ended: deque[str] = deque()  # in the order in which they are forgotten
         self._active: dict[tuple[str, bytes], Restoring] = {}
+        self._speculative: OrderedDict[str, Restoring] = OrderedDict()  # those at work or waiting
+        self._order = 0
+        self.rates = Rates()
+        self.punctuality = Punctuality()
         self.outcomes: Counter[str] = Counter()
+        self._stager = Stager(plane, clock, self.rates, settings)
 
     @property
     def running(self) -> int:
-        """Restores at work."""
+        """Restores at work or waiting."""
         return len(self._active)
 
-    def start(self, tenant: str, request: api.Restore) -> api.RestoreStatus:
-        """Begin, or join the same restore where it is under way. Does no I/O."""
-        key = (tenant, msgspec.msgpack.encode(request))
+    def start(self, tenant: str, request: api.Restore, *, due: float | None = None) -> api.RestoreStatus:
+        """Begin, or join the same restore where it is under way, making it interactive if this one is. Does no I/O.
+
+        Args:
+            tenant: Whose.
+            request: What.
+            due: When it should be done, on the monotonic clock, where that is before its deadline.
+        """
+        key = (tenant, msgspec.msgpack.encode(msgspec.structs.replace(request, priority="interactive")))
         same = self._active.get(key)
-        if same is not None:
+        if same is not None and not same.over:
+            if request.priority == "interactive":
+                self.promote(same)
             return self._timed(same)
-        self._forget()
+        self._make_room(request)
+        now = self._clock.monotonic()
+        deadline = now + (request.deadline_ms / 1000 or self._longest)
         restore_id = self._ids.new()
-        status = api.RestoreStatus(restore_id=restore_id, id=request.id, state="resolving", node=self._node, tier=request.tier)
-        restore = Restoring(status, tenant, request, self._clock.monotonic())
-        self._all[restore_id] = self._active[key] = restore
+        status = api.RestoreStatus(
+            restore_id=restore_id, id=request.id, state="resolving", node=self._node, tier=request.tier, priority=request.priority
+        )
+        self._order += 1
+        ticket = Ticket(deadline, self._order, speculative=request.priority == "speculative")
+        restore = Restoring(status, tenant, request, ticket, now, due or (deadline if request.deadline_ms else None))
+        self._all[restore_id] = restore
+        if ticket.speculative and len(self._speculative) >= self._settings.waiting:
+            self._drop(restore, f"{len(self._speculative)} speculative restores wait; prestage.waiting allows no more")
+            return restore.status
+        self._active[key] = restore
+        if ticket.speculative:
+            self._speculative[restore_id] = restore
         restore.task = asyncio.create_task(self._work(restore))
-        restore.task.add_done_callback(lambda _: self._active.pop(key, None))
+        restore.task.add_done_callback(lambda _: self._gone(key, restore))
         return status
 
-    def _forget(self) -> None:
-        while len(self._all) >= self._limit:
-            old = next((key for key, restore in self._all.items() if restore.over), None)
-            if old is None:
+    def promote(self, restore: Restoring) -> None:
+        """Somebody waits for it now."""
+        if self._speculative.pop(restore.status.restore_id, None) is not None:
+            self._plane.turns.promote(restore.ticket, restore.ticket.deadline)
+            self._set(restore, priority="interactive")
+
+    def speculative(self, tenant: str, request: api.OfSession) -> list[Restoring]:
+        """Speculative restores of a session that are under way."""
+        wanted = (tenant, request.id, request.namespace, request.lane)
+        return [
+            one
+            for one in self._speculative.values()
+            if (one.tenant, one.request.id, one.request.namespace, one.request.lane) == wanted
+        ]
+
+    def _make_room(self, request: api.Restore) -> None:
+        while len(self._all) >= self._limit and self._ended:
+            del self._all[self._ended.popleft()]
+        if len(self._all) >= self._limit:
+            if request.priority == "speculative" or not self._speculative:
                 raise Overloaded(f"{len(self._all)} restores are running; limits.restores allows {self._limit}")
-            del self._all[old]
+            _, oldest = self._speculative.popitem(last=False)
+            self._drop(oldest, "it gave way to a restore that somebody waits for")
+            del self._all[self._ended.pop()]
+
+    def _drop(self, restore: Restoring, why: str) -> None:
+        self._set(restore, state="dropped", error=why)
+        if restore.task is not None:
+            restore.task.cancel()
+
+    def _gone(self, key: tuple[str, bytes], restore: Restoring) -> None:
+        if self._active.get(key) is restore:
+            del self._active[key]
+        self._speculative.pop(restore.status.restore_id, None)
+        if not restore.over:  # cancelled before its first step
+            self._set(restore, state="cancelled")
 
     def _find(self, tenant: str, restore_id: str) -> Restoring:
         restore = self._all.get(restore_id)
@@ -125,18 +196,16 @@ class Restores:
             await changed.wait()
 
     async def cancel(self, tenant: str, restore_id: str) -> api.RestoreStatus:
-        """Stop it; what is staged stays. Stopping one that ended changes nothing."""
+        """Stop it; what is staged stays, and is not held any more. Stopping one that ended changes nothing."""
         restore = self._find(tenant, restore_id)
         if restore.task is not None and not restore.over:
             restore.task.cancel()
             await asyncio.gather(restore.task, return_exceptions=True)
-            if not restore.over:  # cancelled before its first step
-                self._set(restore, state="cancelled")
         return self._timed(restore)
 
     async def aclose(self) -> None:
         """Stop them all."""
-        tasks = [restore.task for restore in self._all.values() if restore.task is not None and not restore.over]
+        tasks = [restore.task for restore in self._active.values() if restore.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -147,20 +216,22 @@ class Restores:
         return msgspec.structs.replace(restore.status, elapsed_ms=(self._clock.monotonic() - restore.started) * 1000)
 
     def _set(self, restore: Restoring, **changes: object) -> None:
+        if restore.over:
+            return
         elapsed = (self._clock.monotonic() - restore.started) * 1000
         restore.status = msgspec.structs.replace(restore.status, elapsed_ms=elapsed, **changes)
-        if restore.over:
-            self.outcomes[restore.status.state] += 1
+        if restore.status.state not in _UNDER_WAY:
+            self._ended.append(restore.status.restore_id)
+            self.outcomes[f"{restore.status.priority} {restore.status.state}"] += 1
         changed, restore.changed = restore.changed, asyncio.Event()
         changed.set()
 
     async def _work(self, restore: Restoring) -> None:
-        request = restore.request
-        deadline = restore.started + (request.deadline_ms / 1000 or self._longest)
+        request, deadline = restore.request, restore.ticket.deadline
         try:
             async with asyncio.timeout(deadline - self._clock.monotonic()):
                 found = await self._resolve(restore.tenant, request)
-            await self._stage(restore, found, deadline)
+            await self._stage(restore, found)
         except asyncio.CancelledError:
             self._set(restore, state="cancelled")
             raise
@@ -172,90 +243,27 @@ class Restores:
             log.exception("restore %s failed", restore.status.restore_id)
             self._set(restore, state="failed", error="internal error; the node's log has the details")
 
-    async def _stage(self, restore: Restoring, found: Resolved, deadline: float) -> None:
-        blocks = wanted_blocks(found, restore.request.tokens)
-        links = [Link(block.prefix_id, block.tokens) for block in blocks]
-        shards = restore.request.shards or found.manifest.shards
-        columns = []
-        for text in shards:
-            index = found.manifest.shards.index(text) if text in found.manifest.shards else -1
-            copies = {block.prefix_id: copy for block in blocks for copy in block.copies if copy.shard == index}
-            columns.append(block_wants(found.namespace, Shard.parse(text), links, copies))
-        rows = list(zip(*columns, strict=True))  # a block is staged when all its shards are
+    async def _stage(self, restore: Restoring, found: Resolved) -> None:
+        request, session = restore.request, found.session
+        plan = Plan(found, request.tokens, request.shards)
         self._set(
             restore,
             state="staging",
-            namespace=found.session.namespace,
-            lane=found.session.lane,
-            version=found.session.version,
-            tokens=sum(link.tokens for link in links),
-            bytes=sum(want.size for row in rows for want in row),
+            namespace=session.namespace,
+            lane=session.lane,
+            version=session.version,
+            tokens=plan.tokens,
+            bytes=plan.size,
         )
-        if restore.request.tier == "bucket":
+        if request.tier == "bucket":
             self._set(restore, state="ready", eta_ms=0.0)
             return
-        miss = await self._fill(restore, links, rows, deadline)
-        self._set(restore, state="partial" if miss else "ready", eta_ms=0.0, error=miss)
-
-    async def _fill(self, restore: Restoring, links: Sequence[Link], rows: Sequence[Sequence[Want]], deadline: float) -> str:
-        """Bring the rows in, in prefix order. Returns why it stopped early, or ""."""
-        stack = self._plane.tiers(restore.tenant).stack
-        held: list[Lease] = []  # until the end, so that the restore never evicts its own beginning
-        begun = self._clock.monotonic()
-        try:
-            for first in range(0, len(rows), STEP):
-                step = rows[first : first + STEP]
-                wants = [want for row in step for want in row]
-                answers = await stack.get_many(wants, deadline=deadline)
-                came = [answer for answer in answers if isinstance(answer, Lease)]
-                held += came
-                whole, miss = _whole_rows(step, answers)
-                if restore.request.tier == "nvme" and whole:
-                    kept = await stack.flush([want for row in step[:whole] for want in row], deadline=deadline)
-                    if not all(kept):
-                        return "the disk tier did not take every block"
-                self._progress(restore, links[first : first + whole], came[: whole * len(step[0])], begun)
-                if miss:
-                    return f"block {first + whole} of {len(rows)}: {miss}"
-        finally:
-            for lease in held:
-                lease.release()
-        return ""
-
-    def _progress(self, restore: Restoring, links: Sequence[Link], leases: Sequence[Lease], begun: float) -> None:
-        status = restore.status
-        by_tier = Counter(status.by_tier)
-        for lease in leases:
-            by_tier[lease.source] += lease.size
-        staged = status.staged_bytes + sum(lease.size for lease in leases)
-        rate = staged / max(1e-9, self._clock.monotonic() - begun)
-        self._set(
-            restore,
-            staged_tokens=status.staged_tokens + sum(link.tokens for link in links),
-            staged_bytes=staged,
-            by_tier=dict(by_tier),
-            eta_ms=((status.bytes or 0) - staged) / rate * 1000 if rate else None,
-        )
-
-
-def _whole_rows(rows: Sequence[Sequence[Want]], answers: Sequence[Lease | Miss]) -> tuple[int, str]:
-    """How many leading rows are complete, and why the next one is not."""
-    width = len(rows[0]) if rows else 1
-    for index, answer in enumerate(answers):
-        if isinstance(answer, Miss):
-            return index // width, answer.value
-    return len(rows), ""
-
-
-def wanted_blocks(found: Resolved, tokens: Sequence[int]) -> Sequence[BlockRef]:
-    """The blocks to bring: all of the version's, or the leading ones that `tokens` spells."""
-    blocks = found.manifest.blocks
-    if not tokens:
-        return blocks
-    named = chain(found.namespace, tokens, partial=True)
-    run = 0
-    for block, link in zip(blocks, named, strict=False):
-        if block.prefix_id != link.prefix_id:
-            break
-        run += 1
-    return blocks[:run]
+        report = partial(self._set, restore)
+        end = await self._stager.stage(plan, found.owner, restore.tenant, request, restore.ticket, report)
+        late = None
+        if restore.due is not None and (end.cut or not end.why):
+            rest = self.rates.seconds({"bucket": plan.size - restore.status.staged_bytes}) if end.cut else 0.0
+            late = max(0.0, self._clock.monotonic() - restore.due) + rest
+            self.punctuality.observe(restore.status.priority, late)
+        state = "ready" if not end.why else "dropped" if end.crowded and not restore.status.staged_bytes else "partial"
+        self._set(restore, state=state, eta_ms=0.0, late_ms=None if late is None else late * 1000, error=end.why)
