@@ -18,7 +18,6 @@ Tier = Literal["dram", "nvme", "bucket"]
 Target = Literal["device", "dram", "nvme", "bucket"]  # of a restore
 Priority = Literal["interactive", "speculative"]
 Event = Literal["tool_start", "tool_return", "resume_at", "final"]
-LATE_BOUNDS_S: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 MAX_BLOCKS: Final = 65_536  # of one session, as requests may name them
 MAX_TOKENS: Final = 16_777_216
 MAIN: Final = "main"
@@ -375,20 +374,13 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     hedges_won: int = 0
 
 
-class Lateness(msgspec.Struct, frozen=True, kw_only=True):
-    """How late restores with a deadline were: a count for each of `LATE_BOUNDS_S` (not cumulative), one beyond, and their sum."""
-
-    counts: list[int]
-    total_s: float
-
-
 class Stats(Answer, frozen=True, kw_only=True):
     """A node, as it stands.
 
     Attributes:
         restores: At work or waiting.
         restored: Restores that ended, by `priority state`.
-        lateness: By priority.
+        lateness: How late restores with a deadline were, by priority.
         held_bytes: Of the caller's memory tier, spared from eviction until their use.
         hints: By event; also `scheduled` (now), `dropped` and `failed`.
         reads: Requests of readers, by `get` or `lookup`, and `complete`, `partial` or `miss`.
@@ -408,7 +400,7 @@ class Stats(Answer, frozen=True, kw_only=True):
     store_requests: dict[str, int]
     store: str
     restored: dict[str, int] = {}
-    lateness: dict[str, Lateness] = {}
+    lateness: dict[str, Latency] = {}
     held_bytes: int = 0
     hints: dict[str, int] = {}
     collector: CollectorStats = CollectorStats()

@@ -126,9 +126,9 @@ async def _repository(
 ) -> AsyncIterator[Repo]:
     """Probe the store, then open the root in it.
 
-    Between the two stand, from the store upwards: what counts, so that it sees every request that is sent, second GETs included; what
-    hedges, so that a cancelled loser is nobody's verdict on the store; the breaker, which judges single attempts; and what retries,
-    so that a breaker that opens ends its attempts at once.
+    Between the two stand, from the store upwards: what counts, so that it sees every request that is sent, second GETs included;
+    what hedges, so that a cancelled loser is nobody's verdict on the store; the breaker, which judges single attempts; and what
+    retries, so that a breaker that opens ends its attempts at once.
     """
     async with AsyncExitStack() as lifetime:
         root = ""

@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from kvstore import open_sync
-from kvstore.api import RestoreStatus, Session, Tier
+from kvstore.api import Event, Priority, RestoreStatus, Session, Target
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.client import SyncClient
 from kvstore.clock import SystemClock
-from kvstore.config import parse_seconds
+from kvstore.config import parse_bytes, parse_seconds
 from kvstore.errors import EXIT_FAILED, Invalid, NotFound
 from kvstore.ids import Namespace, is_hex_id
 
@@ -130,6 +130,9 @@ def restore(
     version: Annotated[int | None, typer.Option(help="Which version; the current one by default.")] = None,
     tier: Annotated[str, typer.Option(help="Where to: dram, nvme, or bucket, which only resolves.")] = "dram",
     deadline: Annotated[str, typer.Option(help="What is not staged by then is left out.", metavar="TIME")] = "",
+    max_bytes: Annotated[str, typer.Option(help="Stage no more than that, in prefix order.", metavar="SIZE")] = "",
+    hold: Annotated[str, typer.Option(help="Spare it from eviction for that long, until it is used.", metavar="TIME")] = "",
+    speculative: Annotated[bool, typer.Option("--speculative", help="Give way to everybody; it may be dropped.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until it is there. Interrupting cancels it.")] = True,
     namespace: NamespaceOption = "",
     lane: LaneOption = "",
@@ -139,7 +142,17 @@ def restore(
     """Bring a session's blocks into a tier, so that its next turn starts at once."""
     deadline_ms = 1000 * int(parse_seconds(deadline, "--deadline")) if deadline else 0
     with open_sync(url) as kv:
-        status = kv.restore(id, namespace=namespace, lane=lane, version=version, tier=_tier(tier), deadline_ms=deadline_ms)
+        status = kv.restore(
+            id,
+            namespace=namespace,
+            lane=lane,
+            version=version,
+            tier=_tier(tier),
+            deadline_ms=deadline_ms,
+            max_bytes=parse_bytes(max_bytes, "--max-bytes") if max_bytes else 0,
+            priority=_priority(speculative=speculative),
+            hold_ms=1000 * int(parse_seconds(hold, "--hold")) if hold else None,
+        )
         if wait:
             status = _watch(kv, status, bar=form is Format.table)
     if form is Format.json:
@@ -150,6 +163,28 @@ def restore(
         typer.secho(f"error: {status.error}", fg="red", err=True)
         typer.echo(f"  `kvtier sessions versions {id}` lists what can be restored", err=True)
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def hint(
+    id: Id,  # noqa: A002  the name of the field everywhere else
+    event: Annotated[str, typer.Argument(metavar="EVENT", help="tool_start, tool_return, resume_at or final.")],
+    *,
+    in_: Annotated[str, typer.Option("--in", help="Of resume_at: how long from now.", metavar="TIME")] = "",
+    at: Annotated[float | None, typer.Option("--at", help="Of resume_at: when, in seconds since the epoch.")] = None,
+    namespace: NamespaceOption = "",
+    lane: LaneOption = "",
+    url: UrlOption = DEFAULT_URL,
+    form: FormatOption = Format.table,
+) -> None:
+    """Say what is about to happen to a session, so that its blocks are in memory when they are needed. Only advice."""
+    in_s = float(parse_seconds(in_, "--in")) if in_ else None
+    with open_sync(url) as kv:
+        hinted = kv.hint(id, event=_event(event), at=at, in_s=in_s, namespace=namespace, lane=lane)
+    if form is Format.json:
+        output.print_json(hinted)
+    else:
+        typer.echo("taken" if hinted.taken else "dropped: too many hints are being followed (prestage.hints)")
 
 
 @app.command()
@@ -260,12 +295,24 @@ def _seconds(text: str) -> int | None:
     return int(parse_seconds(text, "--ttl")) if text else None
 
 
-def _tier(text: str) -> Tier:
+def _tier(text: str) -> Target:
     match text:
-        case "dram" | "nvme" | "bucket":
+        case "device" | "dram" | "nvme" | "bucket":
             return text
         case _:
             raise Invalid(f"--tier is {text!r}; it must be dram, nvme or bucket")
+
+
+def _priority(*, speculative: bool) -> Priority:
+    return "speculative" if speculative else "interactive"
+
+
+def _event(text: str) -> Event:
+    match text:
+        case "tool_start" | "tool_return" | "resume_at" | "final":
+            return text
+        case _:
+            raise Invalid(f"EVENT is {text!r}; it must be tool_start, tool_return, resume_at or final")
 
 
 def _publish_namespace(kv: SyncClient, path: Path) -> str:

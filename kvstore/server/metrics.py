@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvstore import api
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_TIER_GAUGES: Final = {"used": "Payload bytes held or reserved.", "limit": "Payload bytes it may hold."}
+_TIER_GAUGES: Final = {
+    "used": "Payload bytes held or reserved.",
+    "limit": "Payload bytes it may hold.",
+    "queued_bytes": "Bytes waiting to be written to it.",
+}
+_BREAKER: Final = ("closed", "half_open", "open")
 _TIER_COUNTS: Final = {
     "hits": "Blocks found.",
-    "misses": "Blocks not found.",
+    "tokens": "Tokens that readers got from it.",
+    "errors": "Operations that failed.",
     "evictions": "Blocks evicted.",
     "dropped": "Blocks not taken, for want of room or time.",
     "corrupt": "Blocks whose bytes were not what they claim, quarantined.",
@@ -70,18 +77,41 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Since it was started.", stats.uptime_s)
         yield GaugeMetricFamily("kvtier_leases", "Blocks that somebody reads.", stats.leases)
         yield GaugeMetricFamily("kvtier_write_behind_bytes", "Published, and not yet on disk or in the bucket.", stats.queued_bytes)
-        yield GaugeMetricFamily("kvtier_restores_running", "Restores at work.", stats.restores)
+        yield from _restores(stats)
         yield from _tiers(stats.tiers)
         commits = dict(stats.commits)
         yield GaugeMetricFamily("kvtier_commits_pending", "Acknowledged here, not yet in the bucket.", commits.pop("pending", 0))
         yield _counts("kvtier_commits", "Commits, by how they ended.", "outcome", commits)
-        yield _store_requests(stats.store_requests)
+        yield _pairs("kvtier_store_requests", "Requests to the bucket, by verb and outcome.", stats.store_requests)
+        yield from _bucket(stats.bucket)
+        yield _pairs("kvtier_reads", "Requests of readers, by what they found.", stats.reads)
+        yield _counts("kvtier_missed_tokens", "Tokens that readers did not get.", "reason", stats.tokens_missed)
+        yield _counts("kvtier_task_restarts", "Failures of background tasks.", "task", stats.restarts)
         yield from _collector(stats.collector)
+
+
+def _restores(stats: api.Stats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("kvtier_restores_running", "Restores at work or waiting.", stats.restores)
+    yield _pairs("kvtier_restores", "Restores, by how they ended.", stats.restored, "priority")
+    late = HistogramMetricFamily(
+        "kvtier_restore_lateness_seconds",
+        "By how much restores missed their deadline, those in time included.",
+        labels=["priority"],
+    )
+    for priority, found in stats.lateness.items():
+        late.add_metric([priority], _buckets(found), found.total_s)
+    yield late
+    yield GaugeMetricFamily(
+        "kvtier_held_bytes", "Staged ahead of their use, and spared from eviction until then.", stats.held_bytes
+    )
+    hints = dict(stats.hints)
+    yield GaugeMetricFamily("kvtier_hints_scheduled", "Sessions that are to be staged later.", hints.pop("scheduled", 0))
+    yield _counts("kvtier_hints", "Hints, by event; also those dropped, and those that failed.", "event", hints)
 
 
 def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
     for field, about in _TIER_GAUGES.items():
-        gauge = GaugeMetricFamily(f"kvtier_tier_{field}_bytes", about, labels=["tier"])
+        gauge = GaugeMetricFamily(f"kvtier_tier_{field.removesuffix('_bytes')}_bytes", about, labels=["tier"])
         for name, tier in tiers.items():
             gauge.add_metric([name], getattr(tier, field))
         yield gauge
@@ -92,6 +122,26 @@ def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
         moved.add_metric([name, "in"], tier.bytes_in)
         moved.add_metric([name, "out"], tier.bytes_out)
     yield moved
+    missed = CounterMetricFamily("kvtier_tier_misses", "Blocks not found, by reason.", labels=["tier", "reason"])
+    seconds = HistogramMetricFamily("kvtier_tier_read_seconds", "Time to read a block from it.", labels=["tier"])
+    for name, tier in tiers.items():
+        for reason, count in tier.missed.items():
+            missed.add_metric([name, reason], count)
+        if tier.reads.counts:
+            seconds.add_metric([name], _buckets(tier.reads), tier.reads.total_s)
+    yield missed
+    yield seconds
+
+
+def _bucket(stats: api.StoreStats) -> Iterator[Metric]:
+    state = GaugeMetricFamily("kvtier_breaker_state", "1 for the state that the store's breaker is in.", labels=["state"])
+    for name in _BREAKER:
+        state.add_metric([name], int(stats.breaker == name))
+    yield state
+    yield CounterMetricFamily("kvtier_breaker_opened", "How often it opened.", stats.opened)
+    yield CounterMetricFamily("kvtier_breaker_refused", "Requests that were not sent because of it.", stats.refused)
+    hedges = {"sent": stats.hedges_sent, "won": stats.hedges_won}
+    yield _counts("kvtier_hedges", "Reads asked for a second time, and those that were answered first.", "outcome", hedges)
 
 
 def _collector(stats: api.CollectorStats) -> Iterator[Metric]:
@@ -113,11 +163,15 @@ def _collector(stats: api.CollectorStats) -> Iterator[Metric]:
     yield nbytes
 
 
-def _store_requests(counts: Mapping[str, int]) -> Metric:
-    """From counts by "verb outcome"."""
-    family = CounterMetricFamily("kvtier_store_requests", "Requests to the bucket, by verb and outcome.", labels=["op", "outcome"])
-    for name, count in counts.items():
-        op, _, outcome = name.partition(" ")
+def _buckets(found: api.Latency) -> list[tuple[str, int]]:
+    return list(zip([*map(str, found.bounds_s), "+Inf"], accumulate(found.counts), strict=True))
+
+
+def _pairs(name: str, about: str, counts: Mapping[str, int], label: str = "op") -> Metric:
+    """From counts by "op outcome"."""
+    family = CounterMetricFamily(name, about, labels=[label, "outcome"])
+    for key, count in counts.items():
+        op, _, outcome = key.partition(" ")
         family.add_metric([op, outcome], count)
     return family
 

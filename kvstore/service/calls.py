@@ -14,17 +14,19 @@ from kvstore.config import Settings
 from kvstore.errors import Invalid, NotFound, Unsupported
 from kvstore.ids import Namespace, Shard, prefix_id
 from kvstore.keys import check_id
-from kvstore.lifecycle.worker import Collections
 from kvstore.lifecycle.health import Health, StoreSigns
+from kvstore.lifecycle.worker import Collections
 from kvstore.repo import Repo
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
+from kvstore.service.hinting import Hints
 from kvstore.service.plane import Plane
 from kvstore.service.registry import Registry
-from kvstore.service.restores import Resolved, Restores
-from kvstore.service.stats import store_stats, tier_stats
+from kvstore.service.restores import Restores
+from kvstore.service.staging import Resolved
+from kvstore.service.stats import latency, store_stats, tier_stats
 
-MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS = 32, 256, 10 * 365 * 86400, 60_000
+MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS, MAX_HOLD_MS = 32, 256, 10 * 365 * 86400, 60_000, 600_000
 _SETTLE_S: Final = 30.0  # a call that reads a session waits that long for this node's own commits to land
 
 
@@ -65,11 +67,20 @@ class Service:
         self._started = clock.monotonic()
         limits = settings.limits
         self._restores = Restores(
-            self.resolve, plane, clock, ids, node=node_id, limit=limits.restores, longest=float(limits.restore)
-        )  # fmt: skip
+            self.resolve,
+            plane,
+            clock,
+            ids,
+            node=node_id,
+            settings=settings.prestage,
+            limit=limits.restores,
+            longest=float(limits.restore),
+        )
+        self._hints = Hints(self._restores, self.resolve, plane, clock, settings.prestage)
 
     async def aclose(self) -> None:
         """Stop what runs on behalf of callers that were answered already."""
+        await self._hints.aclose()
         await self._restores.aclose()
 
     async def call(self, tenant: str, name: str, request: api.Request) -> api.Answer:
@@ -93,8 +104,12 @@ class Service:
     async def restore(self, tenant: str, request: api.Restore) -> api.RestoreStatus:
         """Answered without I/O."""
         _ = self.repo
-        if len(request.tokens) > api.MAX_TOKENS or request.deadline_ms < 0:
-            raise Invalid(f"tokens must be at most {api.MAX_TOKENS}, and deadline_ms at least 0")
+        if len(request.tokens) > api.MAX_TOKENS or request.deadline_ms < 0 or request.max_bytes < 0:
+            raise Invalid(f"tokens must be at most {api.MAX_TOKENS}, and deadline_ms and max_bytes at least 0")
+        if not 0 <= (request.hold_ms or 0) <= MAX_HOLD_MS:
+            raise Invalid(f"hold_ms must be 0 to {MAX_HOLD_MS}")
+        if request.tier == "device":
+            raise Unsupported("tier 'device' is memory of an engine's own process: only a store embedded in it can restore there")
         if request.tier == "nvme" and not self.settings.nvme.path:
             raise Unsupported("tier 'nvme' needs a disk tier: set [nvme] path")
         for shard in request.shards:
@@ -114,6 +129,11 @@ class Service:
     def watch(self, tenant: str, restore_id: str) -> AsyncIterator[api.RestoreStatus]:
         """Progress, as it happens."""
         return self._restores.watch(tenant, restore_id)
+
+    async def hint(self, tenant: str, request: api.Hint) -> api.Hinted:
+        """Answered without I/O."""
+        _ = self.repo
+        return self._hints.take(tenant, request)
 
     async def resolve(self, tenant: str, request: api.Restore) -> Resolved:
         """Find a session's version for a restore."""
@@ -252,6 +272,10 @@ class Service:
             commits={**self._commits.outcomes, "pending": self._commits.pending},
             store_requests=self._bucket.requests(),
             store=self.settings.store.url,
+            restored=dict(self._restores.outcomes),
+            lateness={priority: latency(found) for priority, found in self._restores.lateness.items()},
+            held_bytes=tiers.dram.held,
+            hints={**self._hints.counts, "scheduled": self._hints.scheduled},
             reads=dict(self.plane.reads.requests),
             tokens_missed=dict(self.plane.reads.missed),
             bucket=store_stats(self._signs),

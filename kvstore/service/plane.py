@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from kvstore import api, codec
 from kvstore.clock import Clock
-from kvstore.errors import Denied, Invalid, KVTierError
+from kvstore.errors import Denied, Invalid, KVTierError, NotFound
 from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, prefix_id
+from kvstore.lifecycle.prestage import Turns
 from kvstore.model import Copy
 from kvstore.repo import want
 from kvstore.service.registry import Registry
-from tiering import DramSlot, DramTier, Lease, Miss, Movers, Origin, Reach, Stack, Want
+from tiering import DramSlot, DramTier, Flights, Lease, Miss, Movers, Origin, Reach, Stack, Want
 
 REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
 FARTHER: Final = list(REACH)
+_LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
 
 
 class Arena(msgspec.Struct, frozen=True):
@@ -35,6 +38,40 @@ class TenantTiers(msgspec.Struct, frozen=True):
     dram: DramTier
     stack: Stack
     uids: tuple[int, ...]
+
+
+class BucketOrigin(Origin, Protocol):
+    """The bucket, which also remembers what it was asked."""
+
+    def known(self, wants: Sequence[Want]) -> int:
+        """Length of the leading run that earlier answers say it holds. Asks nobody."""
+        ...
+
+
+class Reads(msgspec.Struct):
+    """What readers asked of a node since it was opened.
+
+    Attributes:
+        requests: By `get` or `lookup`, and `complete`, `partial` or `miss`.
+        hit: Tokens leased, by the tier they came from.
+        missed: Tokens asked for and not leased, by the reason.
+    """
+
+    requests: Counter[str] = msgspec.field(default_factory=Counter)
+    hit: Counter[str] = msgspec.field(default_factory=Counter)
+    missed: Counter[str] = msgspec.field(default_factory=Counter)
+
+    def asked(self, op: str, run: int, of: int) -> None:
+        """One request found a leading run of so many blocks."""
+        self.requests[f"{op} {'complete' if run == of else 'partial' if run else 'miss'}"] += 1
+
+    def leased(self, links: Sequence[Link], leases: Sequence[Lease], miss: str) -> None:
+        """One request for these blocks got these leases."""
+        self.asked("get", len(leases), len(links))
+        for link, lease in zip(links, leases, strict=False):
+            self.hit[lease.source] += link.tokens
+        if miss:
+            self.missed[miss] += sum(link.tokens for link in links[len(leases) :])
 
 
 class Room:
@@ -72,12 +109,29 @@ class Plane:
         origin: The bucket, where there is one.
         clock: For deadlines.
         movers: Threads for digests and copies.
+        turns: Who may move bytes now: reads always, restores when it is their turn.
+
+    Attributes:
+        reads: Counts.
     """
 
     def __init__(
-        self, tiers: Mapping[str, TenantTiers], registry: Registry, origin: Origin | None, clock: Clock, movers: Movers
+        self,
+        tiers: Mapping[str, TenantTiers],
+        registry: Registry,
+        origin: BucketOrigin | None,
+        clock: Clock,
+        movers: Movers,
+        turns: Turns,
     ) -> None:
+        self.turns = turns
         self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
+        self._questions: Flights[Any] = Flights(lambda _: None, linger=_LINGER, linger_cost=_LINGER)
+        self.reads = Reads()
+
+    async def aclose(self) -> None:
+        """End questions to the bucket that nobody waits for."""
+        await self._questions.aclose()
 
     @property
     def run(self) -> Callable[..., Awaitable[object]]:
@@ -110,11 +164,17 @@ class Plane:
             NotFound: The namespace is not known to this tenant.
             Invalid: A block is named wrongly.
         """
-        fields = await self._registry.get(tenant, namespace)
-        wants = block_wants(fields, shard, links)
-        stack = self.tiers(tenant).stack
         deadline = self._clock.monotonic() + deadline_ms / 1000 if deadline_ms else None
-        return leading_run(await stack.get_many(wants, deadline=deadline, reach=tier_reach(reach)))
+        stack, farthest = self.tiers(tenant).stack, tier_reach(reach)
+        fields = await self._fields(tenant, namespace, deadline)
+        if isinstance(fields, Miss):
+            run, miss = list[Lease](), fields.value
+        else:
+            wants = block_wants(fields, shard, links)
+            with self.turns.request():
+                run, miss = leading_run(await stack.get_many(wants, deadline=deadline, reach=farthest))
+        self.reads.leased(links, run, miss)
+        return run, miss
 
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:
         """Room for one block's payload; None where everything that could make way is leased (counted as dropped)."""
@@ -133,9 +193,13 @@ class Plane:
 
     async def lookup(self, tenant: str, request: api.Lookup) -> api.Found:
         """How much of a chain is somewhere. Local tiers are asked in one pass; the bucket only for what they lack."""
-        fields = await self._registry.get(tenant, request.namespace)
+        deadline = self._clock.monotonic() + request.deadline_ms / 1000
         if len(request.prefix_ids) > api.MAX_BLOCKS:
             raise Invalid(f"prefix_ids has {len(request.prefix_ids)} entries; at most {api.MAX_BLOCKS}")
+        fields = await self._fields(tenant, request.namespace, deadline)
+        if isinstance(fields, Miss):
+            self.reads.asked("lookup", 0, len(request.prefix_ids))
+            return api.Found(run=0, tiers=[])
         links = [Link(prefix_id(text), fields.block_tokens) for text in request.prefix_ids]
         shards = [Shard.parse(text) for text in request.shards]
         stack = self.tiers(tenant).stack
@@ -147,18 +211,54 @@ class Plane:
             tiers.append(max((str(tier) for tier in column), key=FARTHER.index))
         if request.reach == "bucket" and len(tiers) < len(links) and self._origin is not None:
             rest = links[len(tiers) :]
-            found = await self._in_bucket(fields, shards, rest, request.deadline_ms)
+            found = await self._in_bucket(self._origin, fields, shards, rest, deadline)
             tiers += ["bucket"] * found
+        self.reads.asked("lookup", len(tiers), len(links))
         return api.Found(run=len(tiers), tiers=tiers)
 
-    async def _in_bucket(self, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline_ms: int) -> int:
-        """Leading run of `links` that the bucket holds for every shard; 0 when it does not say so in time."""
-        assert self._origin is not None
+    async def _in_bucket(
+        self, origin: BucketOrigin, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline: float
+    ) -> int:
+        """Leading run of `links` that the bucket holds for every shard; what it has said of them before, where it takes too long.
+
+        The question goes on then, so that a slow bucket asked again and again comes to be known.
+        """
+        wanted = [block_wants(fields, shard, links) for shard in shards]
+
+        async def ask() -> int:
+            return min([await origin.contains(wants) for wants in wanted])
+
+        key = ("run", fields.id, tuple(map(str, shards)), tuple(link.prefix_id for link in links))
         try:
-            async with asyncio.timeout(deadline_ms / 1000):
-                return min([await self._origin.contains(block_wants(fields, shard, links)) for shard in shards])
+            async with self._questions.join(key, ask, seconds=self._left(deadline), cost=1) as run:
+                return int(run)
         except (TimeoutError, KVTierError):
-            return 0
+            return min(origin.known(wants) for wants in wanted)
+
+    async def _fields(self, tenant: str, namespace: str, deadline: float | None) -> Namespace | Miss:
+        """A namespace's fields; a miss where only the bucket could tell, and it does not in time.
+
+        Raises:
+            NotFound: It is not known to this tenant.
+            Invalid: It is no namespace's id.
+        """
+        known = self._registry.known(tenant, namespace)
+        if known is not None:
+            return known
+        ask = partial(self._registry.get, tenant, namespace)
+        try:
+            async with self._questions.join(("namespace", tenant, namespace), ask, seconds=self._left(deadline), cost=1) as fields:
+                assert isinstance(fields, Namespace)
+                return fields
+        except TimeoutError:
+            return Miss.TIMEOUT
+        except (NotFound, Invalid):
+            raise
+        except KVTierError:
+            return Miss.UNAVAILABLE
+
+    def _left(self, deadline: float | None) -> float | None:
+        return None if deadline is None else max(0.0, deadline - self._clock.monotonic())
 
 
 def block_wants(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Final
@@ -22,9 +22,9 @@ from kvstore.config import PrestageSettings
 from kvstore.errors import KVTierError, NotFound, Overloaded
 from kvstore.lifecycle.prestage import Rates, Ticket
 from kvstore.service.plane import Plane
-from kvstore.service.punctuality import Punctuality
 from kvstore.service.stager import Stager
 from kvstore.service.staging import Plan, Resolved
+from tiering import Histogram
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, api.Restore], Awaitable[Resolved]]
@@ -85,7 +85,7 @@ class Restores:
         self._speculative: OrderedDict[str, Restoring] = OrderedDict()  # those at work or waiting
         self._order = 0
         self.rates = Rates()
-        self.punctuality = Punctuality()
+        self.lateness: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.outcomes: Counter[str] = Counter()
         self._stager = Stager(plane, clock, self.rates, settings)
 
@@ -264,6 +264,6 @@ class Restores:
         if restore.due is not None and (end.cut or not end.why):
             rest = self.rates.seconds({"bucket": plan.size - restore.status.staged_bytes}) if end.cut else 0.0
             late = max(0.0, self._clock.monotonic() - restore.due) + rest
-            self.punctuality.observe(restore.status.priority, late)
+            self.lateness[restore.status.priority].observe(late)
         state = "ready" if not end.why else "dropped" if end.crowded and not restore.status.staged_bytes else "partial"
         self._set(restore, state=state, eta_ms=0.0, late_ms=None if late is None else late * 1000, error=end.why)

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore import api
-from kvstore.service.plane import TenantTiers
-from tiering import DiskTier, DramTier, TierStats
+from kvstore.clock import Clock
+from kvstore.lifecycle.health import Health, Lately, StoreSigns
+from kvstore.service.plane import Reads, TenantTiers
+from tiering import LATENCY_BOUNDS, DiskTier, DramTier, Histogram, TierStats
 
 
-def tier_stats(tiers: TenantTiers) -> dict[str, api.TierStats]:
+def tier_stats(tiers: TenantTiers, reads: Reads) -> dict[str, api.TierStats]:
     """By tier name; the bucket's `used` and `limit` are 0: it is nobody's to count here."""
     stack = tiers.stack
     places: Mapping[str, DramTier | DiskTier | None] = {part.name: part for part in (stack.dram, stack.disk) if part is not None}
-    return {name: _one(counters, places.get(name)) for name, counters in stack.stats.items()}
+    queued = stack.queued
+    return {
+        name: _one(counters, places.get(name), tokens=reads.hit[name], queued=queued.get(name, 0))
+        for name, counters in stack.stats.items()
+    }
 
 
-def _one(counters: TierStats, place: DramTier | DiskTier | None) -> api.TierStats:
+def _one(counters: TierStats, place: DramTier | DiskTier | None, *, tokens: int, queued: int) -> api.TierStats:
     return api.TierStats(
         used=place.used if place is not None else 0,
         limit=place.limit if place is not None else 0,
@@ -27,4 +33,50 @@ def _one(counters: TierStats, place: DramTier | DiskTier | None) -> api.TierStat
         evictions=counters.evictions,
         dropped=counters.drops,
         corrupt=counters.corruptions,
+        missed={why.value: count for why, count in counters.misses.items() if count},
+        tokens=tokens,
+        queued_bytes=queued,
+        errors=counters.errors,
+        reads=latency(counters.reads),
+    )
+
+
+def latency(histogram: Histogram) -> api.Latency:
+    """As answers have it."""
+    if not histogram.count:
+        return api.Latency()
+    return api.Latency(bounds_s=list(LATENCY_BOUNDS), counts=list(histogram.counts), total_s=histogram.total)
+
+
+def store_stats(signs: StoreSigns) -> api.StoreStats:
+    """How the bucket's store is doing."""
+    breaker = signs.breaker
+    return api.StoreStats(
+        breaker=breaker.state,
+        opened=breaker.opened,
+        refused=breaker.refused,
+        hedges_sent=signs.hedges["sent"],
+        hedges_won=signs.hedges["won"],
+    )
+
+
+def watch_tiers(health: Health, tiers: Mapping[str, TenantTiers], disk: DiskTier | None, clock: Clock) -> None:
+    """Have readiness tell of a disk that fails, and of blocks that were published and not kept."""
+    if disk is not None:
+        failing = disk.stats
+        health.ask(
+            disk.name,
+            Lately(
+                lambda: failing.errors,
+                clock,
+                lambda n: f"{n} operations failed in the last minute ({failing.last_error}): blocks are served from the bucket",
+            ),
+        )
+    health.ask(
+        "write_queue",
+        Lately(
+            lambda: sum(each.stack.overflows for each in tiers.values()),
+            clock,
+            lambda n: f"{n} blocks were dropped in the last minute: disk or bucket do not keep up, and limits.write_behind is reached",
+        ),
     )
