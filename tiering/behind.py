@@ -28,6 +28,9 @@ class WriteBehind:
         limit: Bytes of values that may be queued or being written.
         writers: How many are written at once.
         stats: Of the target; `drops` counts what did not fit.
+
+    Attributes:
+        overflows: How often the queue was full.
     """
 
     def __init__(self, name: str, write: Write, *, limit: int, writers: int, stats: TierStats) -> None:
@@ -36,6 +39,7 @@ class WriteBehind:
         self._budget = Budget(limit)
         self._writers = asyncio.Semaphore(writers)
         self._stats = stats
+        self.overflows = 0
         self._queued: dict[bytes, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -55,6 +59,7 @@ class WriteBehind:
             return True
         if self._closed or len(self._queued) >= _MOST_VALUES or not self._budget.reserve(want.size):
             self._stats.drops += 1
+            self.overflows += 1
             lease.release()
             return False
         task = self._queued[want.key] = asyncio.create_task(self._run(want, lease))

@@ -135,6 +135,11 @@ class Stack:
         """Bytes waiting to be written, by target."""
         return {queue.name: queue.queued for queue in self._queues}
 
+    @property
+    def overflows(self) -> int:
+        """How often a queue was full, and a value was dropped for it."""
+        return sum(queue.overflows for queue in self._queues)
+
     def locate(self, keys: Sequence[bytes]) -> list[str | None]:
         """Name of the fastest tier that has each key now; origins are not asked."""
         where: list[str | None] = [self.dram.name if here else None for here in self.dram.contains_many(keys)]

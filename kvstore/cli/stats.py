@@ -29,6 +29,11 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             "restores": found.restores,
             "commits": _counts(found.commits),
             "store requests": _counts(found.store_requests),
+            "breaker": f"{found.bucket.breaker}, opened {found.bucket.opened:,}, refused {found.bucket.refused:,}",
+            "hedged reads": f"{found.bucket.hedges_sent:,}, {found.bucket.hedges_won:,} won",
+            "reads": _counts(found.reads),
+            "missed tokens": _counts(found.tokens_missed),
+            **({"restarted tasks": _counts(found.restarts)} if found.restarts else {}),
             "live in the bucket": _live(found.collector),
             "collections": _collections(found.collector),
             **{f"degraded: {part}": why for part, why in health.degraded.items()},
@@ -36,7 +41,7 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
     )
     typer.echo()
     output.print_table(
-        ["tier", "used", "limit", "hits", "misses", "in", "out", "evicted", "dropped", "corrupt"],
+        ["tier", "used", "limit", "hits", "misses", "tokens", "in", "out", "queued", "evicted", "dropped", "corrupt", "errors"],
         [
             [
                 name,
@@ -44,11 +49,14 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
                 output.size(tier.limit),
                 tier.hits,
                 tier.misses,
+                tier.tokens,
                 output.size(tier.bytes_in),
                 output.size(tier.bytes_out),
+                output.size(tier.queued_bytes),
                 tier.evictions,
                 tier.dropped,
                 tier.corrupt,
+                tier.errors,
             ]
             for name, tier in found.tiers.items()
         ],

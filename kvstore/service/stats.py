@@ -77,6 +77,6 @@ def watch_tiers(health: Health, tiers: Mapping[str, TenantTiers], disk: DiskTier
         Lately(
             lambda: sum(each.stack.overflows for each in tiers.values()),
             clock,
-            lambda n: f"{n} blocks were dropped in the last minute: disk or bucket do not keep up, and limits.write_behind is reached",
+            lambda n: f"{n} blocks were dropped in the last minute: disk or bucket do not keep up (limits.write_behind)",
         ),
     )
