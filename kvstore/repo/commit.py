@@ -117,14 +117,16 @@ class Commit:
                 return Settled(self._contained(branch.seq))
         elif want.base < branch.seq and await covers(have, want.links, self._cut):
             if whole:
-                return Settled(self._contained(branch.seq))
+                return Settled(self._contained(await self._exact(branch)))
             merging = True
         elif not (want.base < branch.seq and await covers(want.links, have, self._cut) and await self._grew(branch)):
             raise Conflict(f"the session is at version {branch.seq}, not {want.base}", current=branch.seq)
 
+        keep, span = (stored, range(run)) if merging else (stored[:run], range(len(want.links)))
+        answer = want.base if merging and tokens_of(have) > tokens_of(want.links) else branch.seq + 1
+
         async def build(epoch: int) -> Edit[Committed] | Settled[Committed]:
-            keep = stored if merging else stored[:run]
-            return await self._build(head, branch, manifest, keep, range(run if merging else len(want.links)), epoch)
+            return await self._build(head, branch, manifest, keep, span, epoch, answer)
 
         return Addition(build)
 
@@ -152,7 +154,7 @@ class Commit:
             raise _bytes_are_gone()
 
     async def landed(self, head: Head) -> Committed:
-        """The version that this commit made in an earlier life: the first one that holds it."""
+        """The version that this commit made in an earlier life."""
         branch = head.branches.get(self._branch)
         if branch is None:
             raise Gone("this commit has landed, and the session was deleted since, or it expired", landed=1)
@@ -161,7 +163,7 @@ class Commit:
             if version.seq > self._proposal.base:
                 stored = links_of(unfold(await self._manifest(version.manifest), version.n))
                 if await covers(stored, links, self._cut):
-                    return self._contained(version.seq)
+                    return self._contained(await self._exact(branch))
         kept = links[: common(links_of(unfold(await self._manifest(branch.manifest), branch.n)), links)]
         return Committed(version=branch.seq, tokens=tokens_of(kept), blocks=len(kept), cut=True)
 
@@ -170,6 +172,19 @@ class Commit:
     def _contained(self, version: int) -> Committed:
         links = self._proposal.links
         return Committed(version=version, tokens=tokens_of(links), blocks=len(links))
+
+    async def _exact(self, branch: Branch) -> int:
+        """The version that holds exactly the proposal, and the caller's own base where only longer ones do.
+
+        Told of a longer one, the caller would build on blocks it never saw, and take them away with its next edit.
+        """
+        links = self._proposal.links
+        for version in reversed(versions_of(branch)):
+            if version.seq > self._proposal.base:
+                stored = links_of(unfold(await self._manifest(version.manifest), version.n))
+                if tokens_of(stored) == tokens_of(links) and await covers(stored, links, self._cut):
+                    return version.seq
+        return self._proposal.base
 
     async def _manifest(self, name: str) -> Manifest | None:
         if not name:
@@ -188,9 +203,9 @@ class Commit:
         return await grows([links_of(unfold(await self._manifest(v.manifest), v.n)) for v in versions], self._cut)
 
     async def _build(
-        self, head: Head, branch: Branch, manifest: Manifest | None, keep: Sequence[Block], span: range, epoch: int
+        self, head: Head, branch: Branch, manifest: Manifest | None, keep: Sequence[Block], span: range, epoch: int, answer: int
     ) -> Edit[Committed] | Settled[Committed]:
-        """Steps 3 and 4: store what is missing of the proposal's blocks in `span`, then the manifest."""
+        """Steps 3 and 4: store what is missing of the proposal's blocks in `span`, then the manifest; acknowledged as `answer`."""
         want, ledger = self._proposal, self._ledger
         blocks = await self._secured(head, keep, span, epoch)
         cut = len(blocks) < len(span)
@@ -201,9 +216,9 @@ class Commit:
             )
         result = [*blocks, *keep[len(blocks) :]]
         kept = want.links[: len(blocks)] if cut else want.links
-        done = Committed(version=branch.seq + 1, tokens=tokens_of(kept), blocks=len(kept), cut=cut)
+        done = Committed(version=answer, tokens=tokens_of(kept), blocks=len(kept), cut=cut)
         if manifest is not None and cut and result == unfold(manifest, branch.n):
-            return Settled(msgspec.structs.replace(done, version=branch.seq))
+            return Settled(msgspec.structs.replace(done, version=min(answer, branch.seq)))
         now = await ledger.root.now()
         labels = want.labels if want.labels is not None else manifest.labels if manifest is not None else {}
         name = await ledger.manifests.put(self._tenant, self._family, epoch, fold(result, want.namespace, labels, now))

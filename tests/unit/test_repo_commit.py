@@ -106,8 +106,18 @@ async def test_step_6_mine_already_contained_is_acknowledged(repo, other, shelf)
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(other, shelf, "s", range(20), 1, NS)
     receipt = await commit(repo, shelf, "s", range(16), 1, NS)
-    assert (receipt.version, receipt.tokens) == (2, 16)
+    assert (receipt.version, receipt.tokens) == (1, 16)  # version 2 holds more than this caller ever saw
     assert (await repo.sessions.get("default", "s", NS.id)).tokens == 20  # nothing was undone
+
+
+async def test_step_6_nobody_takes_away_blocks_it_never_saw(repo, other, shelf):
+    await commit(repo, shelf, "s", range(8), 0, NS)
+    await commit(repo, shelf, "s", range(16), 1, NS)
+    receipt = await commit(other, shelf, "s", range(8), 0, NS)  # it was contained; version 1 holds exactly this
+    assert receipt.version == 1
+    with pytest.raises(Conflict):
+        await commit(other, shelf, "s", [*range(8), 77, 78, 79, 80], receipt.version, NS)
+    assert (await repo.sessions.get("default", "s", NS.id)).tokens == 16
 
 
 async def test_step_6_stored_that_grew_towards_mine_is_built_upon(repo, other, shelf):
@@ -167,7 +177,7 @@ async def test_b24_a_partial_block_is_compared_by_its_tokens(repo, other, shelf)
     receipt = await commit(repo, shelf, "s", range(15), 1, NS)  # goes on where the other one stopped
     assert (receipt.version, receipt.tokens) == (3, 15)
     contained = await commit(other, shelf, "s", range(9), 1, NS)  # a block of 1 that a block of 4 begins with
-    assert (contained.version, contained.tokens) == (3, 9)
+    assert (contained.version, contained.tokens) == (1, 9)  # no version holds just these: its own base
     with pytest.raises(Conflict):
         await commit(other, shelf, "s", [*range(8), 99], 1, NS)
 
@@ -199,7 +209,7 @@ async def test_fewer_shards_are_merged_and_not_acknowledged(repo, other, shelf, 
 async def test_a_merge_keeps_what_the_other_rank_has_more(repo, other, shelf):
     await commit(repo, shelf, "s", range(16), 0, NS, shards=TWO[:1])
     merged = await commit(other, shelf, "s", range(8), 0, NS, shards=TWO[1:])
-    assert (merged.version, merged.tokens) == (2, 8)
+    assert (merged.version, merged.tokens) == (0, 8)  # version 2 holds more than this rank knows of: its own base
     _, manifest = await repo.sessions.resolve("default", "s", NS.id, "main")
     assert [len(block.copies) for block in manifest.blocks] == [2, 2, 1, 1]
 

@@ -130,7 +130,7 @@ async def keys(store, prefix):
     return [meta.key async for page in store.list(prefix) for meta in page]
 
 
-async def until(attempt, tries=200):
+async def until(attempt, tries=1500):
     for _ in range(tries):
         try:
             return await attempt()
