@@ -55,9 +55,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def table(found: Found) -> Table:
     """For a person."""
-    shown = Table(
-        title=f"Time to first token after {found.tokens:,} tokens, on {_plural(found.threads, 'thread')}", title_style="bold"
-    )
+    shown = Table(title=f"Time to first token after {found.tokens:,} tokens", title_style="bold")
     shown.add_column("session in")
     for heading in ("median", "range", "faster", "read"):
         shown.add_column(heading, justify="right")

@@ -57,7 +57,7 @@ class Worker:
         self._held: list[int] = []  # the tokens of that cache
 
     def load(self, reading: int = 1, stepping: int = 1) -> dict[str, Any]:
-        """Load the model; convert it first where that was not done yet. The numbers are threads: for a prompt, and for a few tokens."""
+        """Load the model; convert it first where that was not done yet. The numbers are those of :class:`Threads`."""
         self._threads = Threads(reading, stepping)
         self._model, self._tokenizer = models.load(models.smollm2())
         self._forward(list(range(100, 164)), None)  # warm-up: the first calls also choose kernels
@@ -67,8 +67,8 @@ class Worker:
     def pace(self) -> dict[str, Any]:
         """Measure one thread and all, and go on with what is faster: for reading a prompt, and for a few tokens after it.
 
-        A few tokens are read by many small steps, after each of which the threads wait for the last one. Where cores are shared that
-        may take ten times as long, so several threads have to be much faster on a quiet machine to be chosen.
+        A few tokens are read by many small steps, after each of which the threads wait for the last one. Where cores are shared,
+        that may take ten times as long; so several threads have to be much faster to be chosen.
         """
         reading, stepping = {}, {}
         for count in sorted({1, len(os.sched_getaffinity(0))}):
