@@ -151,7 +151,7 @@ async def _repository(
         seen = {"conditional_writes": True, "conditional_get": found.conditional_get}
         hedging = await lifetime.enter_async_context(HedgingStore.open(counter, clock, signs.hedges))
         breaking = BreakingStore.open(hedging, signs.breaker, clock, keys.format, signs.faults.saw)
-        retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids)
+        retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids, rest=signs.breaker.rest)
         opening = Repo.open(retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen)
         repo = await lifetime.enter_async_context(opening)
         yield repo

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import msgspec
 
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Closed, KVTierError, Overloaded, Unavailable
 from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.sockets import until_over
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -63,6 +64,7 @@ class Breaker:
         self._outcomes: deque[bool] = deque(maxlen=self._settings.window)
         self._asked_since: float | None = None  # the oldest request since the last answer
         self._pause = self._settings.first_s
+        self._opening: asyncio.Future[None] | None = None
 
     def admit(self) -> None:
         """A request is about to be sent.
@@ -72,9 +74,29 @@ class Breaker:
         """
         if self.state != "closed":
             self.refused += 1
-            raise Unavailable(f"the store is left alone: {self.why}", kind="circuit_open")
+            raise self.refusal()
         if self._asked_since is None:
             self._asked_since = self._clock.monotonic()
+
+    def refusal(self) -> Unavailable:
+        """What to raise instead of sending a request, or of waiting on for its answer."""
+        return Unavailable(f"the store is left alone: {self.why}", kind="circuit_open")
+
+    def opening(self) -> asyncio.Future[None]:
+        """Ends when the breaker opens the next time. It is everybody's: do not cancel it."""
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_future()
+        return self._opening
+
+    async def rest(self, seconds: float) -> None:
+        """Wait so long before a retry, unless it is open or opens: then there is nothing to wait for."""
+        if self.state != "closed":
+            return
+        sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
+        try:
+            await asyncio.wait((sleeping, self.opening()), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
 
     def answered(self, error: KVTierError | None = None) -> None:
         """A request ended, well or with an error. What was sent before it opened changes nothing any more."""
@@ -133,13 +155,17 @@ class Breaker:
             log.warning("the store is left alone: %s", why)
             self.state, self.why, self._since = "open", why, self._clock.monotonic()
             self.opened += 1
+            if self._opening is not None:
+                self._opening.set_result(None)
+                self._opening = None
 
 
 class BreakingStore:
     """A store behind a breaker. See :class:`kvstore.objects.base.ObjectStore`.
 
     While the breaker is open every call raises `Unavailable` (kind `circuit_open`) at once, and nothing is sent but probes: a HEAD
-    now and then, on nobody's behalf, so that no caller pays for finding out.
+    now and then, on nobody's behalf, so that no caller pays for finding out. Reads under way when it opens end in the same way:
+    whoever waits for one has better things to do. Writes are left to their real end.
 
     Args:
         store: What to ask.
@@ -183,11 +209,13 @@ class BreakingStore:
         if_none_match: str | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._through(lambda: self._store.get(key, range=range, into=into, if_none_match=if_none_match))
+        return await self._through(
+            lambda: self._cut_short(self._store.get(key, range=range, into=into, if_none_match=if_none_match))
+        )
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._through(lambda: self._store.head(key))
+        return await self._through(lambda: self._cut_short(self._store.head(key)))
 
     async def put(self, key: str, body: Buffer, mode: PutMode) -> Stored | Refused:
         """See :class:`kvstore.objects.base.ObjectStore`."""
@@ -229,6 +257,20 @@ class BreakingStore:
             raise
         self._judge(None)
         return value
+
+    async def _cut_short(self, reading: Coroutine[Any, Any, _T]) -> _T:
+        """A read's outcome, unless the breaker opens first. Either way the read has really ended, and its memory is free."""
+        task = asyncio.create_task(reading)
+        try:
+            await asyncio.wait((task, self._breaker.opening()), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                if await until_over(task):
+                    raise asyncio.CancelledError
+        if task.cancelled():
+            raise self._breaker.refusal()
+        return task.result()
 
     def _judge(self, error: KVTierError | None) -> None:
         self._breaker.answered(error)

@@ -75,11 +75,21 @@ class RetryingStore:
         clock: For deadlines and waits.
         ids: For jitter.
         settings: Patience.
+        rest: Waits between attempts; by default on `clock`. A breaker's own ends when there is nothing to wait for any more.
     """
 
-    def __init__(self, store: ObjectStore, clock: Clock, ids: Ids, settings: RetrySettings | None = None) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        clock: Clock,
+        ids: Ids,
+        settings: RetrySettings | None = None,
+        *,
+        rest: Callable[[float], Awaitable[None]] | None = None,
+    ) -> None:
         self._store, self._clock, self._ids = store, clock, ids
         self._settings = settings or RetrySettings()
+        self._rest = rest or clock.sleep
         self._budget = RetryBudget(self._settings.saved)
 
     async def get(
@@ -146,5 +156,5 @@ class RetryingStore:
                 pause = self._ids.jitter() * longest
                 if error.kind not in _WORTH_IT or self._clock.monotonic() + pause > end or not self._budget.spend():
                     raise
-            await self._clock.sleep(pause)
+            await self._rest(pause)
             longest = min(self._settings.longest_s, 2 * longest)

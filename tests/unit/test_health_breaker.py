@@ -181,11 +181,11 @@ async def test_callers_who_leave_early_say_nothing_while_others_are_answered(rig
 
 async def test_answers_to_what_was_sent_before_it_opened_change_nothing(rig):
     rig.faults.script.append(Fault(action="stall"))
-    late = asyncio.create_task(rig.store.get("k"))
+    late = asyncio.create_task(rig.store.put("k", b"x", CREATE))
     await turns(3)
     await rig.fail(5)
     rig.faults.release.set()
-    assert await late == ABSENT
+    assert await late
     assert rig.breaker.state == "open"
 
 
@@ -220,3 +220,30 @@ async def test_a_new_connection_finds_the_breaker_as_it_was_left():
         await turns()
         await clock.advance(1)
         assert await store.get("k") == ABSENT
+
+
+async def test_reads_under_way_end_when_it_opens_and_have_really_ended(rig):
+    rig.faults.script.append(Fault(action="stall", verb="get", times=3))
+    waiting = [asyncio.create_task(rig.store.get("k")) for _ in range(3)]
+    writing = asyncio.create_task(rig.store.put("w", b"x", OVERWRITE))
+    rig.faults.script.append(Fault(action="stall", verb="put"))
+    await turns(5)
+    await rig.fail(5)
+    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+        assert outcome.kind == "circuit_open"
+    assert [entry.outcome for entry in rig.faults.requests if entry.verb == "get"].count("cancelled") == 3
+    assert not writing.done()
+    rig.faults.release.set()
+    assert await writing
+
+
+async def test_who_waits_for_a_retry_wakes_when_it_opens(rig):
+    store = RetryingStore(rig.store, rig.clock, SeededIds(2), rest=rig.breaker.rest)
+    rig.faults.script.append(Fault(action="before", verb="head"))
+    call = asyncio.create_task(store.head("k"))
+    await turns()
+    assert rig.clock.sleepers == 1
+    await rig.fail(4)
+    with pytest.raises(Unavailable, match="left alone"):
+        await call
+    assert rig.faults.counts["head"] == 1
