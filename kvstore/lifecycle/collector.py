@@ -27,7 +27,7 @@ from kvstore.repo.heads import Position, expired, swapped
 from kvstore.repo.together import together
 
 _SWAPS: Final = 64  # attempts to seal one head that others keep opening
-_HEADS_KEPT: Final = 32 << 20  # about 20,000 heads
+_HEADS_KEPT: Final = 24 << 20  # about 15,000 heads
 _UNKNOWN_LAYERS: Final = 32  # of a namespace that nobody registered
 
 
@@ -237,7 +237,7 @@ class _Collection:
                     await reaper.head(meta)
                 return
             self._progress.heads += 1
-            if self._dry_run is not None:
+            if self._dry_run is not None and head.branches:
                 self._dry_run.lives(meta.key)
             named = await self._marking.mark(meta.key, head, self._marks)
             if self._settings.max_bytes:

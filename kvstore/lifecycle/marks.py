@@ -11,6 +11,8 @@ from xxhash import xxh3_64_intdigest
 
 Digests = NDArray[np.uint64]
 _UNSETTLED: Final = 1 << 20  # digests that wait to be sorted in: 8 MiB
+_PARTS: Final = 16  # by their first bits, so that sorting new ones in copies a part at a time
+_BOUNDS: Final = np.arange(1, _PARTS, dtype=np.uint64) << np.uint64(60)
 
 
 def digests(keys: Iterable[str], count: int, seed: int) -> Digests:
@@ -20,7 +22,7 @@ def digests(keys: Iterable[str], count: int, seed: int) -> Digests:
 
 
 class Marks:
-    """A set of keys, as 64-bit digests in one sorted array.
+    """A set of keys, as 64-bit digests in sorted arrays.
 
     Two keys with one digest make an unmarked key look marked, so a collision can only ever keep a piece of garbage, never delete a
     live object. With ten million marks it happens to one piece in 10^12; the seed is a fresh one in every process, so that it goes
@@ -32,13 +34,13 @@ class Marks:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._settled: Digests = np.empty(0, np.uint64)
+        self._settled: list[Digests] = [np.empty(0, np.uint64)] * _PARTS
         self._fresh: Digests = np.empty(_UNSETTLED, np.uint64)
         self._waiting = 0
 
     def __len__(self) -> int:
         self._settle()
-        return len(self._settled)
+        return sum(map(len, self._settled))
 
     def digests(self, keys: Iterable[str], count: int) -> Digests:
         """Digests of that many keys, in their order."""
@@ -60,11 +62,10 @@ class Marks:
     def hold(self, digests: Digests) -> NDArray[np.bool_]:
         """Which of these are marked."""
         self._settle()
-        if not len(self._settled):
-            return np.zeros(len(digests), np.bool_)
-        at = np.searchsorted(self._settled, digests)
-        at[at == len(self._settled)] = 0  # larger than any, and so not equal to the first
-        return np.equal(self._settled[at], digests)
+        order = np.argsort(digests)
+        held = np.empty(len(digests), np.bool_)
+        held[order] = np.concatenate([_among(part, some) for part, some in zip(self._settled, _split(digests[order]), strict=True)])
+        return held
 
     def has(self, key: str) -> bool:
         """Whether one key is marked."""
@@ -73,10 +74,23 @@ class Marks:
     def _settle(self) -> None:
         if not self._waiting:
             return
-        merged = np.concatenate((self._settled, np.unique(self._fresh[: self._waiting])))
+        fresh = np.unique(self._fresh[: self._waiting])
         self._waiting = 0
-        self._settled = np.empty(0, np.uint64)  # let go before the next copy is made
-        merged.sort(kind="stable")  # merges the two runs
-        first = np.ones(len(merged), np.bool_)
-        np.not_equal(merged[1:], merged[:-1], out=first[1:])
-        self._settled = merged if first.all() else merged[first]
+        for index, some in enumerate(_split(fresh)):
+            merged = np.concatenate((self._settled[index], some))
+            merged.sort(kind="stable")  # merges the two runs
+            first = np.ones(len(merged), np.bool_)
+            np.not_equal(merged[1:], merged[:-1], out=first[1:])
+            self._settled[index] = merged if first.all() else merged[first]
+
+
+def _split(ascending: Digests) -> list[Digests]:
+    return np.split(ascending, np.searchsorted(ascending, _BOUNDS))
+
+
+def _among(part: Digests, some: Digests) -> NDArray[np.bool_]:
+    if not len(part):
+        return np.zeros(len(some), np.bool_)
+    at = np.searchsorted(part, some)
+    at[at == len(part)] = 0  # larger than any, and so not equal to the first
+    return np.equal(part[at], some)

@@ -39,14 +39,14 @@ class _Teller:
     def watch(self, progress: Progress) -> None:
         self._last = progress
         if self._clock.monotonic() - self._told >= _TELL_EVERY_S:
-            self._tell()
+            self.tell()
 
     async def beat(self) -> None:
         while True:
-            self._tell()
+            self.tell()
             await self._clock.sleep(BEAT_S)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         self._told = self._clock.monotonic()
         write(Progressed(**msgspec.structs.asdict(self._last)))
 
@@ -96,6 +96,7 @@ async def _work(direct: DirectCollector, job: Job, clock: Clock) -> api.Collecte
         return await direct.run(job.request, watch=teller.watch)
     finally:
         beating.cancel()
+        teller.tell()
 
 
 if __name__ == "__main__":
