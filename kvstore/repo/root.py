@@ -135,7 +135,9 @@ class Root:
         """
         try:
             answer = await self.store.put(key, body, mode)
-        except Unavailable:
+        except Unavailable as error:
+            if error.kind == "circuit_open":
+                raise  # no lost answer: nothing was sent
             return None
         return answer.etag if isinstance(answer, Stored) else None
 

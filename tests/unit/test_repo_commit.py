@@ -432,6 +432,25 @@ async def test_i4_a_stale_writer_never_touches_a_later_session_of_that_name(repo
     assert (await other.sessions.get("default", "s", NS.id, "main")).tokens == 8
 
 
+async def test_i4_a_writer_that_was_stopped_meets_another_session_of_that_name_at_the_same_version(
+    repo, other, shelf, store, memory
+):
+    await commit(repo, shelf, "s", range(8), 0, NS)
+    stalled = Fault(action="stall", verb="put", key="*/heads/*")
+    store.script.append(stalled)
+    late = asyncio.create_task(commit(repo, shelf, "s", range(12), 1, NS, lane="main"))
+    await until(lambda: not stalled.times)
+    async with opened(memory, VirtualClock(), SeededIds(9)) as another:
+        await another.sessions.delete("default", "s", NS.id, "main")
+        await commit(another, shelf, "s", range(100, 108), 0, NS)
+    store.release.set()
+    with pytest.raises(Conflict) as moved:
+        await late
+    assert moved.value.facts == {"current": 1}
+    assert await blocks_of(other) == shelf.fill(NS, range(100, 108))
+    assert (await commit(repo, shelf, "s", range(100, 112), 1, NS)).version == 2  # and now it knows which session it means
+
+
 async def test_creators_of_one_name_end_in_one_session(memory, clock, shelf):
     async def creator(number: int) -> int:
         async with opened(memory, clock, SeededIds(50 + number)) as node:
