@@ -14,7 +14,7 @@ from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Invalid
 from kvstore.keys import Keys
 from kvstore.lifecycle.collector import CollectSettings
-from kvstore.lifecycle.health import Health, StoreSigns
+from kvstore.lifecycle.health import Health, StoreSigns, collector_reason
 from kvstore.lifecycle.prestage import Turns
 from kvstore.lifecycle.runners import InProcess, Subprocess
 from kvstore.lifecycle.worker import Collections
@@ -95,6 +95,8 @@ class Node:
             here = store is not None or not settings.store.url.startswith("s3:")
             collections = _collections(settings, bucket, clock, here=here)
             lifetime.push_async_callback(collections.aclose)
+            interval = int(settings.lifecycle.collect_interval)
+            health.ask("collector", lambda: collector_reason(collections.stats(""), interval))
             service = Service(
                 node_id=node_id,
                 version=version("kvtier"),

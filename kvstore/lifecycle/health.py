@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from kvstore.api import CollectorStats
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Denied, KVTierError
 from kvstore.objects.breaker import Breaker
@@ -115,6 +116,13 @@ class StoreSigns:
         self.breaker = Breaker(clock, ids)
         self.hedges: Counter[str] = Counter()
         self.faults = StoreFaults(clock)
+
+
+def collector_reason(stats: CollectorStats, interval: int) -> str:
+    """What to say of collections by this node, one every `interval` seconds; "" where they succeed, and none was left out."""
+    if stats.error:
+        return f"the last collection failed: {stats.error}"
+    return f"a collection is {stats.late_s:.0f} s overdue" if interval and stats.late_s > interval else ""
 
 
 def skew_reason(seconds: float) -> str:

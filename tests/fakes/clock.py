@@ -38,6 +38,7 @@ class HandClock:
 
     async def advance(self, seconds: float) -> None:
         """Let time pass, waking sleepers in order, and let everybody run."""
+        await turns()  # who has just begun may be about to sleep
         end = self._monotonic + seconds
         while self._sleeping and self._sleeping[0][0] <= end:
             self._monotonic, _, woken = heapq.heappop(self._sleeping)
