@@ -88,10 +88,11 @@ async def opened(
     clock: Clock | None = None,
     ids: Ids | None = None,
     run: Callable[..., Awaitable[Any]] = inline,
+    root: str = "r",
     **settings: Any,
 ) -> AsyncIterator[Repo]:
-    """A node's repository under the root `r`."""
-    async with Repo.open(store, Keys("r"), clock or VirtualClock(), ids or SeededIds(1), run, RepoSettings(**settings)) as repo:
+    """A node's repository."""
+    async with Repo.open(store, Keys(root), clock or VirtualClock(), ids or SeededIds(1), run, RepoSettings(**settings)) as repo:
         yield repo
 
 
