@@ -35,16 +35,23 @@ class Restoring:
     """One restore: its status, who watches it, the task that works.
 
     Attributes:
+        key: Its tenant, and what makes another request the same.
         ticket: Its place among others.
         due: The point on the monotonic clock by which it should be done; None where nobody said.
         started: When it began.
     """
 
     def __init__(
-        self, status: api.RestoreStatus, tenant: str, request: api.Restore, ticket: Ticket, started: float, due: float | None
+        self,
+        key: tuple[str, bytes],
+        status: api.RestoreStatus,
+        request: api.Restore,
+        ticket: Ticket,
+        started: float,
+        due: float | None,
     ) -> None:
-        self.status, self.tenant, self.request, self.ticket = status, tenant, request, ticket
-        self.started, self.due = started, due
+        self.key, self.tenant = key, key[0]
+        self.status, self.request, self.ticket, self.started, self.due = status, request, ticket, started, due
         self.task: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
 
@@ -82,6 +89,7 @@ class Restores:
         self._all: dict[str, Restoring] = {}
         self._ended: deque[str] = deque()  # in the order in which they are forgotten
         self._active: dict[tuple[str, bytes], Restoring] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also those that were stopped and are winding down
         self._speculative: OrderedDict[str, Restoring] = OrderedDict()  # those at work or waiting
         self._order = 0
         self.rates = Rates()
@@ -104,7 +112,7 @@ class Restores:
         """
         key = (tenant, msgspec.msgpack.encode(msgspec.structs.replace(request, priority="interactive")))
         same = self._active.get(key)
-        if same is not None and not same.over:
+        if same is not None:
             if request.priority == "interactive":
                 self.promote(same)
             return self._timed(same)
@@ -117,7 +125,7 @@ class Restores:
         )
         self._order += 1
         ticket = Ticket(deadline, self._order, speculative=request.priority == "speculative")
-        restore = Restoring(status, tenant, request, ticket, now, due or (deadline if request.deadline_ms else None))
+        restore = Restoring(key, status, request, ticket, now, due or (deadline if request.deadline_ms else None))
         self._all[restore_id] = restore
         if ticket.speculative and len(self._speculative) >= self._settings.waiting:
             self._drop(restore, f"{len(self._speculative)} speculative restores wait; prestage.waiting allows no more")
@@ -126,7 +134,8 @@ class Restores:
         if ticket.speculative:
             self._speculative[restore_id] = restore
         restore.task = asyncio.create_task(self._work(restore))
-        restore.task.add_done_callback(lambda _: self._gone(key, restore))
+        self._tasks.add(restore.task)
+        restore.task.add_done_callback(partial(self._gone, restore))
         return status
 
     def promote(self, restore: Restoring) -> None:
@@ -159,12 +168,9 @@ class Restores:
         if restore.task is not None:
             restore.task.cancel()
 
-    def _gone(self, key: tuple[str, bytes], restore: Restoring) -> None:
-        if self._active.get(key) is restore:
-            del self._active[key]
-        self._speculative.pop(restore.status.restore_id, None)
-        if not restore.over:  # cancelled before its first step
-            self._set(restore, state="cancelled")
+    def _gone(self, restore: Restoring, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._set(restore, state="cancelled")  # before its first step; otherwise it has said how it ended
 
     def _find(self, tenant: str, restore_id: str) -> Restoring:
         restore = self._all.get(restore_id)
@@ -205,7 +211,7 @@ class Restores:
 
     async def aclose(self) -> None:
         """Stop them all."""
-        tasks = [restore.task for restore in self._active.values() if restore.task is not None]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -221,6 +227,8 @@ class Restores:
         elapsed = (self._clock.monotonic() - restore.started) * 1000
         restore.status = msgspec.structs.replace(restore.status, elapsed_ms=elapsed, **changes)
         if restore.status.state not in _UNDER_WAY:
+            self._active.pop(restore.key, None)
+            self._speculative.pop(restore.status.restore_id, None)
             self._ended.append(restore.status.restore_id)
             self.outcomes[f"{restore.status.priority} {restore.status.state}"] += 1
         changed, restore.changed = restore.changed, asyncio.Event()

@@ -82,17 +82,18 @@ class _Staging:
         """Step by step, until something ends it."""
         plan, count = self._plan, len(self._plan.blocks)
         end = plan.within(self._request.max_bytes) if self._request.max_bytes else count
-        while (first := len(self._staged)) < end:
+        stop = End()
+        while not stop.why and (first := len(self._staged)) < end:
             try:
                 async with self._turns.turn(self._ticket, self._left()):
                     stop = await self._step(plan.step(first, end, self._most()))
             except TimeoutError:
                 stop = End("the deadline passed while it waited for its turn", cut=True, crowded=self._ticket.speculative)
-            if stop.why:
-                return msgspec.structs.replace(stop, why=f"block {len(self._staged)} of {count}: {stop.why}")
-        kept = self._still_there()
-        if kept < end:
-            return End(f"block {kept} of {count}: it made way for requests", crowded=True)
+        kept, staged = self._still_there(), len(self._staged)
+        if kept < staged:
+            stop = End("it made way for requests", crowded=True)
+        if stop.why:
+            return msgspec.structs.replace(stop, why=f"block {kept} of {count}: {stop.why}")
         return End(f"max_bytes leaves out {count - end} of {count} blocks" if end < count else "")
 
     def finish(self) -> None:
