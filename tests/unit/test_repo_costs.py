@@ -25,7 +25,11 @@ class Meter:
 
     def outcomes(self) -> list[tuple[str, str, str]]:
         log, self.store.requests = self.store.requests, []
-        return [(entry.verb, entry.key.split("/")[1] if entry.key else "", entry.outcome) for entry in log if "/blocks/" not in entry.key]
+        return [
+            (entry.verb, entry.key.split("/")[1] if entry.key else "", entry.outcome)
+            for entry in log
+            if "/blocks/" not in entry.key
+        ]
 
 
 @pytest.fixture
