@@ -205,7 +205,7 @@ def _not_initialised(key: str) -> Unavailable:
 def _namespace(body: bytes, namespace: NamespaceId) -> Namespace:
     try:
         fields = msgspec.json.decode(body, type=Namespace)
-    except (msgspec.MsgspecError, KVTierError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KVTierError) as error:
         raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}") from None
     if fields.id != namespace:
         raise Corrupt(f"namespaces/{namespace}.json holds the fields of namespace {fields.id}")
