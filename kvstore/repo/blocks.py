@@ -138,9 +138,15 @@ class BucketOrigin:
         ref = want.ref
         if not isinstance(ref, BlockWant):
             return False
-        if ref.copy is not None:
-            return not isinstance(await self._root.store.head(self._uploads.key(ref.name, ref.copy.gen)), Absent)
-        return await self._uploads.probe(ref.name, ref.namespace, await self._epochs.recent()) is not None
+        epoch = await self._epochs.recent()
+        there = ref.copy or self._uploads.known(ref.name)
+        if ref.copy is not None or (there is not None and there.gen < epoch - 1):  # it may be old where a session names it
+            if not isinstance(await self._root.store.head(self._uploads.key(ref.name, there.gen)), Absent):
+                return True
+            if ref.copy is not None:
+                return False
+            self._uploads.forget(ref.name, there.gen)
+        return await self._uploads.probe(ref.name, ref.namespace, epoch) is not None
 
     async def _fetch(self, ref: BlockWant, into: memoryview) -> Miss | None:
         named = ref.copy or self._uploads.known(ref.name)

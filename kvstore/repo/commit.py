@@ -141,8 +141,8 @@ class Commit:
             NotFound: The branch is to be made, and the bytes of its first block are nowhere.
         """
         branch = head.branches.get(self._branch, self._start)
-        if branch is None:
-            return
+        if branch is None or branch.seq != self._proposal.base:
+            return  # what is kept of it, if it is no conflict, is decided on the head as it is
         key = self._ledger.root.keys.manifest(self._tenant, self._family, branch.manifest) if branch.manifest else ""
         manifest = self._ledger.manifests.known(key) if key else None
         if key and manifest is None:

@@ -63,7 +63,7 @@ def changed(branch: str, change: Callable[[Branch], Branch]) -> Amendment:
     return Amendment(branch, amend)
 
 
-def forked(branch: str, new: str, version: int, now: float, start: Callable[[Branch], Branch]) -> Amendment:
+def forked(branch: str, new: str, version: int, now: float, start: Callable[[Branch], Awaitable[Branch]]) -> Amendment:
     """A second branch that begins as a version of the first one.
 
     Args:
@@ -71,7 +71,7 @@ def forked(branch: str, new: str, version: int, now: float, start: Callable[[Bra
         new: Id of the second one, never used before (R7).
         version: Which version; 0 means the current one.
         now: Store-clock seconds.
-        start: Sets the time to live of the new branch.
+        start: Sets what the new branch lives by, and perhaps a smaller length.
     """
 
     async def amend(before: Branch) -> Mapping[str, Branch | None]:
@@ -79,7 +79,7 @@ def forked(branch: str, new: str, version: int, now: float, start: Callable[[Bra
         after = msgspec.structs.replace(
             before, seq=origin.seq, manifest=origin.manifest, n=origin.n, at=now, pinned=False, history=()
         )
-        return {new: start(after)}
+        return {new: await start(after)}
 
     return Amendment(branch, amend, about=new)
 

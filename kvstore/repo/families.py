@@ -16,14 +16,14 @@ from cachetools import LRUCache
 from kvstore.errors import Corrupt, Gone, KVTierError, Overloaded, TooManyBranches, Unavailable
 from kvstore.model import RECENT, Branch, Head
 from kvstore.repo.epochs import Epochs
-from kvstore.repo.heads import Heads, Position, fitted, swapped, versions_of
+from kvstore.repo.heads import Heads, Position, entries, fitted, swapped, versions_of
 from kvstore.repo.root import Root, outcome_unknown
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
 MAX_PENDING: Final = 4096  # changes of one family that wait; more is refused
 _ATTEMPTS: Final = 64
-_IDLE_LINES: Final = 4096
+_IDLE_ENTRIES: Final = 65_536  # of heads that idle families keep, to go on from their last swap
 
 
 class Settled(NamedTuple, Generic[A_co]):
@@ -96,7 +96,7 @@ class Families:
     def __init__(self, root: Root, heads: Heads, epochs: Epochs) -> None:
         self.root, self.heads, self.epochs = root, heads, epochs
         self._busy: dict[str, Line] = {}
-        self._idle: LRUCache[str, Line] = LRUCache(_IDLE_LINES)
+        self._idle: LRUCache[str, Line] = LRUCache(_IDLE_ENTRIES, getsizeof=lambda line: line.entries)
 
     async def run(self, key: str, change: Change[A]) -> A:
         """Make a change, together with others of its family that wait at the same time.
@@ -121,7 +121,9 @@ class Families:
     def seed(self, key: str, position: Position) -> None:
         """A head that was just read or made: the next change of an idle family begins with it instead of reading it again."""
         if key not in self._busy:
-            self._idle.setdefault(key, Line(self, key)).seed(position)
+            line = self._idle.pop(key, None) or Line(self, key)
+            line.seed(position)
+            self._idle[key] = line
 
     def rest(self, line: Line) -> None:
         """A line has nothing to do: keep its chain of swaps while there is room."""
@@ -143,6 +145,11 @@ class Line:
         self._families = families
         self._chain = chain  # the head after our last swap, while nobody is known to have swapped since
         self._waiting: deque[_Ticket] = deque()
+
+    @property
+    def entries(self) -> int:
+        """About how much memory it takes while it is idle."""
+        return 1 if self._chain is None else entries(self._chain.head)
 
     def seed(self, position: Position) -> None:
         """See `Families.seed`."""

@@ -33,11 +33,16 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Heads:
-    """Reads and swaps heads by key. What was read is kept, so that reading it again is a conditional GET."""
+    """Reads and swaps heads by key. What was read is kept, so that reading it again is a conditional GET.
+
+    Args:
+        root: Where.
+        cached: Entries kept in memory: branches and their older versions, and one for each head.
+    """
 
     def __init__(self, root: Root, cached: int) -> None:
         self._root = root
-        self._cache: LRUCache[str, Position] = LRUCache(cached)
+        self._cache: LRUCache[str, Position] = LRUCache(cached, getsizeof=lambda position: entries(position.head))
 
     async def read(self, key: str) -> Position | None:
         """The head now; None where there is none.
@@ -56,7 +61,7 @@ class Heads:
             self._cache.pop(key, None)
             return None
         found = Position(parse(got.data, Head, key), got.etag)
-        self._cache[key] = found
+        self._keep(key, found)
         return found
 
     def known(self, key: str, etag: str = "") -> Position | None:
@@ -78,7 +83,7 @@ class Heads:
                 await self._root.pause(attempt)
                 continue
             made = Position(head, etag)
-            self._cache[key] = made
+            self._keep(key, made)
             return family, made
         raise Unavailable(f"{key} could not be created in {_TRIES} attempts")
 
@@ -91,8 +96,12 @@ class Heads:
         etag = await self._root.attempt(key, dump(new), Update(old.etag))
         if etag is None:
             return None
-        self._cache[key] = Position(new, etag)  # whoever finds it here has read no epoch after it
+        self._keep(key, Position(new, etag))  # whoever finds it here has read no epoch after it
         return Position(new, etag, old.epoch)
+
+    def _keep(self, key: str, position: Position) -> None:
+        if entries(position.head) <= self._cache.maxsize:
+            self._cache[key] = position
 
 
 # --- the values a head goes through -----------------------------------------------------------------------------------
@@ -141,6 +150,11 @@ def fitted(head: Head, *, growing: bool) -> Head:
 
 def _with_history(branch: Branch, keep: int) -> Branch:
     return branch if len(branch.history) <= keep else msgspec.structs.replace(branch, history=branch.history[:keep])
+
+
+def entries(head: Head) -> int:
+    """About how much memory it takes, in entries of a few hundred bytes."""
+    return 1 + sum(1 + len(branch.history) for branch in head.branches.values())
 
 
 def next_version(branch: Branch, *, manifest: str, n: int, at: float, history: int) -> Branch:

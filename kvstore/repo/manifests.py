@@ -7,7 +7,7 @@ from typing import Final
 from cachetools import LRUCache
 
 from kvstore import codec
-from kvstore.errors import Corrupt, KVTierError
+from kvstore.errors import Corrupt, Invalid, KVTierError
 from kvstore.ids import Shard
 from kvstore.keys import manifest_name
 from kvstore.model import MAX_BLOCKS, MAX_MANIFEST_BYTES, Manifest, dump, parse
@@ -33,7 +33,14 @@ class Manifests:
         self._cache: LRUCache[str, tuple[Manifest, int]] = LRUCache(max(cached, 1), getsizeof=lambda entry: entry[1])
 
     async def put(self, tenant: str, family: str, epoch: int, manifest: Manifest) -> str:
-        """Store a manifest under a new name of generation `epoch` (R1), and return the name."""
+        """Store a manifest under a new name of generation `epoch` (R1), and return the name.
+
+        Raises:
+            Invalid: It could not be read again: too many blocks or shards, or a block before the last one that is not full.
+        """
+        wrong = _wrong(manifest)
+        if wrong:
+            raise Invalid(f"this version cannot be stored: {wrong}")
         name = manifest_name(epoch, self._root.ids.new())
         key = self._root.keys.manifest(tenant, family, name)
         await self._root.put(key, pack(manifest), CREATE)  # False: an earlier try of ours landed, for nobody else knows this name
@@ -78,8 +85,10 @@ class Manifests:
 
 
 def pack(manifest: Manifest) -> bytes:
-    """A manifest as stored: JSON, in one zstd frame above 16 KiB."""
+    """A manifest as stored: JSON, in one zstd frame above 16 KiB. Raises `Invalid` where it is larger than any reader takes."""
     body = dump(manifest)
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise Invalid(f"a manifest of {len(body)} bytes is larger than {MAX_MANIFEST_BYTES}: commit fewer blocks or shards at once")
     return codec.compressed(body) if len(body) > _COMPRESS_ABOVE else body
 
 
@@ -102,7 +111,7 @@ def unpack(data: bytes, what: str) -> Manifest:
 def _wrong(manifest: Manifest) -> str:
     """What is inconsistent in a manifest, or ""."""
     if len(manifest.blocks) > MAX_BLOCKS:
-        return f"{len(manifest.blocks)} blocks"
+        return f"it has {len(manifest.blocks)} blocks, more than {MAX_BLOCKS}"
     if manifest.tokens != sum(block.tokens for block in manifest.blocks):
         return "tokens is not the sum over its blocks"
     if any(block.tokens != manifest.block_tokens for block in manifest.blocks[:-1]):

@@ -41,7 +41,7 @@ class RepoSettings(msgspec.Struct, frozen=True, kw_only=True):
         codec: Of new block objects.
         inflight: Most bytes of blocks in memory for uploads, and as many for coded reads.
         init: Whether an empty root is made a repository.
-        cached_sessions: Names and heads kept in memory.
+        cached_sessions: Names kept in memory; and of heads, twice as many branches and versions.
         cached_manifests: Bytes of manifests kept in memory.
         known_blocks: Blocks whose newest copy is remembered.
     """
@@ -53,7 +53,7 @@ class RepoSettings(msgspec.Struct, frozen=True, kw_only=True):
     codec: Codec = "raw"
     inflight: int = 256 << 20
     init: bool = True
-    cached_sessions: int = 16_384
+    cached_sessions: int = 32_768
     cached_manifests: int = 64 << 20
     known_blocks: int = 1 << 16
 
@@ -76,7 +76,7 @@ class Repo:
     def __init__(self, root: Root, run: Run, settings: RepoSettings) -> None:
         self.root, self.settings = root, settings
         self.epochs = Epochs(root)
-        self.heads = Heads(root, settings.cached_sessions)
+        self.heads = Heads(root, 2 * settings.cached_sessions)
         self.manifests = Manifests(root, settings.cached_manifests)
         self.families = Families(root, self.heads, self.epochs)
         self.finder = Finder(root, Names(root, settings.cached_sessions), self.heads, self.manifests)

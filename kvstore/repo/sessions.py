@@ -124,6 +124,8 @@ class Sessions:
         version: int = 0,
         ttl: int | None = None,
         detach: bool = False,
+        pinned: bool = False,
+        tokens: int | None = None,
     ) -> Session:
         """A second session that begins as a version of the first one (0: the current one); no blocks move.
 
@@ -135,10 +137,13 @@ class Sessions:
             as_: Id of the second one; its lane is `main`.
             version: Of the first one.
             ttl: Of the second one; None takes that of the first.
-            detach: Give it a family of its own, for which the blocks are copied inside the store.
+            detach: Give it a family of its own, for which the blocks are copied inside the store; neither pinned nor cut then.
+            pinned: The second one never expires.
+            tokens: Only the whole blocks within so many tokens.
 
         Raises:
             AlreadyExists: `as_` lives.
+            Invalid: Not one block is within `tokens` tokens.
             TooManyBranches: The family is full; `detach` is the way out.
         """
         check_id(as_, "as")
@@ -146,7 +151,7 @@ class Sessions:
         place = Place(tenant, as_, found.namespace, MAIN)
         if detach:
             return await self._finishing.run(self._detached(place, found, version, ttl))
-        return await self._finishing.run(self._forked(place, found, version, ttl))
+        return await self._finishing.run(self._forked(place, found, version, ttl, pinned=pinned, tokens=tokens))
 
     async def rewind(
         self,
@@ -169,10 +174,7 @@ class Sessions:
             if version is not None:
                 there = find_version(branch, version)
                 return there.manifest, there.n
-            manifest = await self._finder.manifest(tenant, found.family, branch.manifest)
-            if manifest is None and branch.manifest:
-                raise MovedError(branch.manifest)
-            return branch.manifest, _blocks_within(manifest, branch.n, tokens or 0)
+            return branch.manifest, await self._blocks_within(tenant, found.family, branch, tokens or 0)
 
         now = await self._root.now()
         return await self._amended(tenant, found, rewound(found.branch_id, target, now, self._history))
@@ -199,11 +201,16 @@ class Sessions:
 
     # --- inside ---
 
-    async def _forked(self, place: Place, found: Found, version: int, ttl: int | None) -> Session:
+    async def _forked(
+        self, place: Place, found: Found, version: int, ttl: int | None, *, pinned: bool, tokens: int | None
+    ) -> Session:
         now, new = await self._root.now(), self._root.ids.new()
 
-        def start(branch: Branch) -> Branch:
-            return renewed(branch, now, ttl)
+        async def start(branch: Branch) -> Branch:
+            n = branch.n if tokens is None else await self._blocks_within(place.tenant, found.family, branch, tokens)
+            if tokens is not None and n == 0:
+                raise Invalid(f"not one whole block is within {tokens} tokens")
+            return renewed(msgspec.structs.replace(branch, pinned=pinned, n=n), now, ttl)
 
         branch = await self._run(place.tenant, found, forked(found.branch_id, new, version, now, start))
         await self._writer.name(place, found.family, new)
@@ -229,6 +236,18 @@ class Sessions:
         if found.position is not None:
             self._families.seed(key, found.position)
         return await self._families.run(key, amendment)
+
+    async def _blocks_within(self, tenant: str, family: str, branch: Branch, tokens: int) -> int:
+        """How many of a branch's blocks hold at most that many tokens together."""
+        manifest = await self._finder.manifest(tenant, family, branch.manifest)
+        if manifest is None and branch.manifest:
+            raise MovedError(branch.manifest)
+        total = 0
+        for index, block in enumerate(manifest.blocks[: branch.n] if manifest is not None else ()):
+            total += block.tokens
+            if total > tokens:
+                return index
+        return branch.n
 
     async def _kept_alive(self, tenant: str, found: Found) -> Found:
         now = await self._root.now()
@@ -286,16 +305,6 @@ def _session(found: Found, manifest: Manifest, at: Version) -> Session:
 
 def _half_over(branch: Branch, now: float) -> bool:
     return branch.ttl > 0 and branch.sliding and not branch.pinned and branch.expires - now < branch.ttl / 2
-
-
-def _blocks_within(manifest: Manifest | None, n: int, tokens: int) -> int:
-    """How many of the first `n` blocks hold at most that many tokens together."""
-    total = 0
-    for index, block in enumerate(manifest.blocks[:n] if manifest is not None else ()):
-        total += block.tokens
-        if total > tokens:
-            return index
-    return n
 
 
 async def _nowhere(_: BlockName) -> Lease | None:

@@ -499,7 +499,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_the_real_code_against_a_dictionary():
     Machine.TestCase.settings = settings(
-        max_examples=60,
+        max_examples=100,
         stateful_step_count=40,
         derandomize=True,
         deadline=None,

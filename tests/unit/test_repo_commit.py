@@ -319,10 +319,15 @@ async def test_commits_of_one_family_become_one_swap(repo, shelf, store):
 
 async def test_each_branch_is_in_a_group_at_most_once(repo, shelf, store):
     await commit(repo, shelf, "s", range(8), 0, NS)
-    store.requests.clear()
-    receipts = await asyncio.gather(*(commit(repo, shelf, "s", range(8 + 4 * step), step, NS) for step in range(1, 5)))
-    assert [receipt.version for receipt in receipts] == [2, 3, 4, 5]
-    assert len([entry for entry in store.requests if "/heads/" in entry.key]) == 4
+    for name in ("t", "u"):
+        await repo.sessions.fork("default", "s", NS.id, "main", name)
+    for names, swaps in ((("s", "t", "u"), 1), (("s", "s", "s"), 3), (("s", "t", "s"), 2)):
+        store.requests.clear()
+        await asyncio.gather(
+            *(repo.sessions.touch("default", name, NS.id, "main", ttl=100 * swaps + n) for n, name in enumerate(names))
+        )
+        assert len([entry for entry in store.requests if "/heads/" in entry.key and entry.verb == "put"]) == swaps
+    assert (await repo.sessions.get("default", "s", NS.id)).ttl_s == 202  # in the order they came
 
 
 async def test_one_members_conflict_does_not_touch_the_others(repo, shelf):
@@ -543,3 +548,11 @@ async def commit_links(repo, shelf, links, base, session="s"):
 
 def _name(link) -> BlockName:
     return BlockName(NS.id, Shard(), link.prefix_id, link.tokens)
+
+
+async def test_what_could_not_be_read_again_is_not_written(repo, shelf, memory):
+    links = shelf.fill(NS, range(6))
+    with pytest.raises(Invalid, match="not full"):
+        await commit_links(repo, shelf, [links[1], links[0]], 0)
+    assert not [key for key in bodies(memory) if "/manifests/" in key]
+    assert (await commit_links(repo, shelf, links, 0)).version == 1
