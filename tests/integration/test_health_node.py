@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -14,8 +15,9 @@ from kvstore.config import load
 from kvstore.errors import KVTierError, Unavailable
 from kvstore.ids import Shard
 from kvstore.node import Node
-from kvstore.objects import Fault, Faults, MemoryStore, S3Settings, S3Store
+from kvstore.objects import Fault, Faults, MemoryStore, S3Settings, S3Store, hedge
 from kvstore.objects.credentials import Credentials
+from kvstore.objects.hedge import HedgeSettings
 from kvstore.server.metrics import Metrics
 
 NS = namespace()
@@ -161,6 +163,50 @@ async def test_b46_slow_down_inside_a_200_is_an_error(fake_s3):
             await call(service, "list_sessions", api.ListSessions())  # an empty page would be a lie
         assert "SlowDown" in caught.value.message
         assert (await call(service, "stats")).store_requests["list store_busy"] >= 1
+
+
+@pytest.mark.parametrize("layers", [2, 96], ids=["small", "large"])
+async def test_b46_a_server_that_stalls_costs_a_deadline_and_no_more(fake_s3, layers):
+    """Small blocks come through obstore, large ones over sockets in threads."""
+    go = threading.Event()
+    ns = namespace(layers=layers, kv_heads=4, head_dim=32)
+    links = links_of(ns, 32)
+    async with s3(fake_s3) as store:
+        async with node(store) as service:
+            await call(service, "put_namespace", api.PutNamespace(namespace=ns.id, fields=ns))
+            await publish(service, "default", ns, links)
+            request = api.Commit(id="s", namespace=ns.id, base_version=0, blocks=links)
+            await call(service, "commit", request)
+        async with node(store) as service:
+            await call(service, "put_namespace", api.PutNamespace(namespace=ns.id, fields=ns))
+            fake_s3.on("*", times=FOR_EVER, until=go)
+            try:
+                begun = time.monotonic()
+                for _ in range(3):
+                    found = await call(
+                        service, "lookup", api.Lookup(namespace=ns.id, prefix_ids=[link.prefix_id for link in links])
+                    )
+                    assert found.run == 0
+                    leases, miss = await service.plane.get("default", ns.id, Shard(), links, deadline_ms=250, reach="bucket")
+                    assert (leases, miss) == ([], "timeout")
+                assert time.monotonic() - begun < 15  # six deadlines of 250 ms; the store's own would be 5 s for each
+            finally:
+                go.set()
+
+
+async def test_a_read_slower_than_most_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(hedge, "HedgeSettings", lambda: HedgeSettings(share=1, saved=1000))  # whatever this machine stalls on
+    faults = Faults(MemoryStore())
+    links = await saved(faults, 16 * 60)
+    async with node(faults) as service:
+        await register(service)
+        assert await get(service, links[:50], 0) == (50, "")
+        faults.script.append(Fault(action="stall", verb="get", key="blocks/*"))
+        assert await get(service, links, 0) == (60, "")  # though that GET never ends
+        stats = await call(service, "stats")
+        assert stats.bucket.hedges_won >= 1
+        assert f'kvtier_hedges_total{{outcome="won"}} {stats.bucket.hedges_won}.0' in exposed(stats)
+        assert stats.leases == 0
 
 
 # The breaker

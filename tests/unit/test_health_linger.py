@@ -35,7 +35,7 @@ async def slow_stack(*numbers, dram=4 << 20, **settings):
     assert memory.leases == 0
 
 
-async def get(stack, *numbers, seconds=0.02):
+async def get(stack, *numbers, seconds=0.2):
     got = await stack.get_many([want_of(n, SIZE) for n in numbers], deadline=time.monotonic() + seconds)
     for one in got:
         if isinstance(one, Lease):
