@@ -206,7 +206,7 @@ class Connection:
             raise Invalid(f"unknown call {ask.call[:64]!r}; known: {', '.join(api.BY_NAME)}")
         try:
             request: api.Request = msgspec.msgpack.decode(ask.body, type=call.request)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise Invalid(f"{call.name}: {error}") from None
         return await self._service.call(self._tenant, call.name, request)
 

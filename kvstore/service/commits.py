@@ -215,9 +215,14 @@ class Commits:
 
     async def replay(self) -> int:
         """Take up what an earlier life of this node promised. Returns how many intents were found."""
-        found = sorted(
-            (msgspec.msgpack.decode(body, type=Intent) for _, body in (self._journal.items() if self._journal else ())), key=_age
-        )
+        found = []
+        for key, body in self._journal.items() if self._journal is not None else ():
+            try:
+                found.append(msgspec.msgpack.decode(body, type=Intent))
+            except (msgspec.MsgspecError, KVTierError) as error:  # it stays there for whoever can read it
+                log.warning("a commit promised by an earlier life cannot be read (%s): %s", key.decode(errors="replace"), error)
+                self.outcomes["unreadable"] += 1
+        found.sort(key=_age)
         for intent in found:
             self._local.learn(intent.fields)
             await self._local.secure(intent.tenant, intent.request)

@@ -13,6 +13,7 @@ from kvstore.errors import Conflict, Denied, Gone, Invalid, NotFound, Unavailabl
 from kvstore.ids import Shard
 from kvstore.node import Node
 from kvstore.objects import Fault, Faults, MemoryStore
+from tiering import DiskTier, Movers
 
 NS = namespace()
 
@@ -117,6 +118,17 @@ async def test_nvme_durability_needs_a_disk_and_is_replayed_by_the_next_life(tmp
     async with node(faults, tmp_path, ready=False) as service:  # and not a third time
         await asyncio.sleep(0.05)
         assert (await service.call("default", "get_session", api.OfSession(id="s"))).version == 1
+
+
+async def test_an_intent_that_cannot_be_read_stops_nobody(tmp_path):
+    store = MemoryStore()
+    async with Movers.open() as movers, DiskTier.open(tmp_path / "nvme", 16 << 20, movers) as disk:
+        await disk.journal.put(b"1" * 32, b"from another century")
+    async with node(store, tmp_path) as service:
+        ready = await until(lambda: settled_ready(service))
+        assert ready.ok
+        stats = await service.call("default", "stats", api.Nothing())
+        assert stats.commits["unreadable"] == 1
 
 
 async def settled_ready(service):
