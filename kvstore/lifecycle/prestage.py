@@ -6,27 +6,37 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from typing import Final, Literal
 
-_AT_WORK: Final = 64  # restores that move bytes at once: more would only share the same link, and all be late
+Lane = Literal["near", "far", "speculative"]
+_AT_WORK: Final = 8  # interactive restores in each lane: more would share the same link or loop, all be late, and delay others
 _GUESS: Final = 50e6  # bytes per second, until something was measured
 _WEIGHT: Final = 0.2  # of the newest measurement
 
 
 class Ticket:
-    """A restore's place among others. `speculative` may be changed by `Turns.promote` only.
+    """A restore's place among others.
 
     Args:
         deadline: A point on the monotonic clock: the nearest goes first.
         order: Which came first, among equals.
-        speculative: Nobody waits for it.
+        speculative: Nobody waits for it. Only `Turns.promote` changes that.
+
+    Attributes:
+        far: Its next step waits for the bucket. That is a lane of its own, so that a slow bucket keeps nobody from memory and disk.
     """
 
-    __slots__ = ("deadline", "granted", "order", "speculative")
+    __slots__ = ("deadline", "far", "granted", "order", "speculative")
 
     def __init__(self, deadline: float, order: int, *, speculative: bool) -> None:
         self.deadline, self.order, self.speculative = deadline, order, speculative
-        self.granted: asyncio.Future[bool] | None = None
+        self.far = False
+        self.granted: asyncio.Future[Lane] | None = None
+
+    @property
+    def lane(self) -> Lane:
+        """Where it waits. Not to be changed while it does."""
+        return "speculative" if self.speculative else "far" if self.far else "near"
 
     def __lt__(self, other: Ticket) -> bool:
         return (self.deadline, self.order) < (other.deadline, other.order)
@@ -42,15 +52,16 @@ class Turns:
     """
 
     def __init__(self, *, speculative: int) -> None:
-        self._most = {False: _AT_WORK, True: speculative}
-        self._at_work = {False: 0, True: 0}
-        self._waiting: dict[bool, list[Ticket]] = {False: [], True: []}
+        self._most: dict[Lane, int] = {"near": _AT_WORK, "far": _AT_WORK, "speculative": speculative}
+        self._at_work: dict[Lane, int] = {"near": 0, "far": 0, "speculative": 0}
+        self._waiting: dict[Lane, list[Ticket]] = {"near": [], "far": [], "speculative": []}
         self._requests = 0
 
     @property
     def pressed(self) -> bool:
         """Whether anybody wants bytes now."""
-        return bool(self._requests or self._at_work[False] or self._waiting[False])
+        lanes: tuple[Lane, Lane] = ("near", "far")
+        return bool(self._requests) or any(self._at_work[lane] or self._waiting[lane] for lane in lanes)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -70,7 +81,7 @@ class Turns:
             TimeoutError: It did not come within `seconds`.
         """
         granted = ticket.granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting[ticket.speculative], ticket)
+        heapq.heappush(self._waiting[ticket.lane], ticket)
         self._grant()
         try:
             async with asyncio.timeout(seconds):
@@ -91,22 +102,22 @@ class Turns:
             self._leave(ticket)
         ticket.deadline, ticket.speculative = min(deadline, ticket.deadline), False
         if waits:
-            heapq.heappush(self._waiting[False], ticket)
+            heapq.heappush(self._waiting[ticket.lane], ticket)
             self._grant()
 
     def _leave(self, ticket: Ticket) -> None:
-        waiting = self._waiting[ticket.speculative]
+        waiting = self._waiting[ticket.lane]
         if ticket in waiting:
             waiting.remove(ticket)
             heapq.heapify(waiting)
 
     def _grant(self) -> None:
-        for speculative, waiting in self._waiting.items():
-            while waiting and self._at_work[speculative] < self._most[speculative] and not (speculative and self.pressed):
+        for lane, waiting in self._waiting.items():
+            while waiting and self._at_work[lane] < self._most[lane] and not (lane == "speculative" and self.pressed):
                 granted = heapq.heappop(waiting).granted
                 if granted is not None and not granted.done():
-                    self._at_work[speculative] += 1
-                    granted.set_result(speculative)
+                    self._at_work[lane] += 1
+                    granted.set_result(lane)
 
 
 class Rates:

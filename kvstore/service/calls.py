@@ -5,16 +5,19 @@ Every face (HTTP, Unix socket, embedded) comes through here, so that limits, ten
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from kvstore import api
 from kvstore.clock import Clock, Ids
 from kvstore.config import Settings
-from kvstore.errors import Invalid, NotFound, Unsupported
+from kvstore.errors import Denied, Invalid, NotFound, Unsupported
 from kvstore.ids import Namespace, Shard, prefix_id
 from kvstore.keys import check_id
 from kvstore.lifecycle.health import Health, StoreSigns
+from kvstore.lifecycle.removal import drop_namespace, drop_tenant
+from kvstore.lifecycle.warm import publish
 from kvstore.lifecycle.worker import Collections
 from kvstore.repo import Repo
 from kvstore.service.bucket import Bucket
@@ -27,6 +30,7 @@ from kvstore.service.staging import Resolved
 from kvstore.service.stats import latency, store_stats, tier_stats
 
 MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS, MAX_HOLD_MS = 32, 256, 10 * 365 * 86400, 60_000, 600_000
+_RESOLVING: Final = 16  # sessions that are looked up at once for restores
 _SETTLE_S: Final = 30.0  # a call that reads a session waits that long for this node's own commits to land
 
 
@@ -76,6 +80,7 @@ class Service:
             limit=limits.restores,
             longest=float(limits.restore),
         )
+        self._resolving = asyncio.Semaphore(_RESOLVING)
         self._hints = Hints(self._restores, self.resolve, plane, clock, settings.prestage)
 
     async def aclose(self) -> None:
@@ -138,6 +143,10 @@ class Service:
     async def resolve(self, tenant: str, request: api.Restore) -> Resolved:
         """Find a session's version for a restore."""
         await self._settled(tenant, request.id)
+        async with self._resolving:
+            return await self._resolve(tenant, request)
+
+    async def _resolve(self, tenant: str, request: api.Restore) -> Resolved:
         namespace = request.namespace
         if request.model and not namespace:
             namespace = await self._namespace_of_model(tenant, request)
@@ -204,6 +213,24 @@ class Service:
             tenant, request.id, request.namespace, request.lane, request.as_, version=request.version, ttl=ttl
         )
 
+    async def warm(self, tenant: str, request: api.Warm) -> api.Warmed:
+        """Publish, and bring it into memory here."""
+        if request.version < 0 or (request.tokens is not None and request.tokens < 1):
+            raise Invalid("version must be at least 0, and tokens at least 1")
+        await self._settled(tenant, request.id)
+        session = await publish(
+            self.repo,
+            tenant,
+            request.id,
+            request.namespace,
+            request.lane,
+            as_=request.as_,
+            version=request.version,
+            tokens=request.tokens,
+        )
+        status = self._restores.start(tenant, api.Restore(id=session.id, namespace=session.namespace, lane=session.lane))
+        return api.Warmed(session=session, restore_id=status.restore_id)
+
     async def rewind(self, tenant: str, request: api.Rewind) -> api.Session:
         """Back."""
         if (request.version is None) == (request.tokens is None):
@@ -242,12 +269,27 @@ class Service:
 
     async def list_namespaces(self, tenant: str, _: api.Nothing) -> api.Namespaces:
         """All."""
-        return await self._registry.all(tenant)
+        alive = {usage.namespace: usage for usage in self._collections.stats(tenant).usage}
+        return await self._registry.all(tenant, alive)
 
     async def put_namespace(self, tenant: str, request: api.PutNamespace) -> api.Done:
         """Register."""
         await self._registry.put(tenant, request.namespace, request.fields)
         return api.Done()
+
+    async def delete_namespace(self, tenant: str, request: api.OfNamespace) -> api.Dropped:
+        """All of a model's."""
+        repo, fields = self.repo, await self._registry.get(tenant, request.namespace)
+        return await drop_namespace(repo, tenant, fields.id)
+
+    async def delete_tenant(self, tenant: str, request: api.OfTenant) -> api.Dropped:
+        """All."""
+        if request.tenant != tenant:
+            raise Denied(
+                f"a node drops only the sessions of its caller's own tenant, which is {tenant!r}",
+                remedy="whoever operates the bucket drops others': `kvtier tenants rm TENANT --store URL`",
+            )
+        return await drop_tenant(self.repo, tenant)
 
     async def lookup(self, tenant: str, request: api.Lookup) -> api.Found:
         """Leading run."""

@@ -82,11 +82,15 @@ class _Staging:
         """Step by step, until something ends it."""
         plan, count = self._plan, len(self._plan.blocks)
         end = plan.within(self._request.max_bytes) if self._request.max_bytes else count
-        stop = End()
+        stop, step = End(), None
         while not stop.why and (first := len(self._staged)) < end:
             try:
                 async with self._turns.turn(self._ticket, self._left()):
-                    stop = await self._step(plan.step(first, end, self._most()))
+                    step = step or plan.step(first, end, self._most())
+                    if self._ticket.lane == "near" and not self._is_near(step):
+                        self._ticket.far = True
+                        continue
+                    stop, step = await self._step(step), None
             except TimeoutError:
                 stop = End("the deadline passed while it waited for its turn", cut=True, crowded=self._ticket.speculative)
         kept, staged = self._still_there(), len(self._staged)
@@ -119,6 +123,9 @@ class _Staging:
 
     def _most(self) -> int:
         return int(self._settings.inflight) if self._ticket.speculative else _NO_BOUND
+
+    def _is_near(self, step: Step) -> bool:
+        return None not in self._stack.locate([want.key for want in step.wants])
 
     async def _step(self, step: Step) -> End:
         speculative, began = self._ticket.speculative, self._clock.monotonic()

@@ -113,7 +113,7 @@ async def test_a_turn_that_does_not_come_in_time_is_a_timeout_and_leaves_nothing
         work.begin("never", speculative=True, seconds=0.01)
         with pytest.raises(TimeoutError):
             await work.tasks.pop("never")
-        assert work.turns._waiting == {False: [], True: []}
+        assert not any(work.turns._waiting.values())
 
 
 async def test_turns_given_up_at_any_moment_are_never_lost():
@@ -135,7 +135,7 @@ async def test_turns_given_up_at_any_moment_are_never_lost():
         dice.choice(tasks).cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len(done) == sum(not task.cancelled() for task in tasks) > 50
-    assert (turns._at_work, turns._waiting, turns.pressed) == ({False: 0, True: 0}, {False: [], True: []}, False)
+    assert not any([*turns._at_work.values(), *turns._waiting.values(), turns.pressed])
 
 
 def test_rates_follow_what_is_measured():
