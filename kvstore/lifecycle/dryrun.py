@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal
 
 from kvstore.api import Doomed
 from kvstore.keys import Keys
@@ -12,6 +12,7 @@ from kvstore.lifecycle.marks import Digests, Marks
 from kvstore.objects.base import ObjectMeta
 
 Report = Callable[[Doomed], None]
+Reason = Literal["expired", "superseded", "orphan", "unnamed"]
 EXAMPLES: Final = 100
 
 
@@ -43,32 +44,18 @@ class DryRun:
         if self._report is not None:
             self._report(doomed)
 
-    def tell_manifests(self, garbage: Iterable[tuple[ObjectMeta, int]], digests: Digests) -> None:
+    def tell_manifests(self, garbage: Sequence[tuple[ObjectMeta, int]], digests: Digests) -> None:
         """These would go; each with its generation."""
-        for (meta, gen), of_expired in zip(garbage, self.of_expired.hold(digests), strict=True):
-            family = meta.key.removeprefix(self._keys.manifests()).rpartition("/")[0]
-            lives = self._families.has(self._keys.heads() + family)
-            self.tell(
-                Doomed(
-                    kind="manifest",
-                    key=meta.key,
-                    gen=gen,
-                    size=meta.size,
-                    reason="expired" if of_expired else "superseded" if lives else "orphan",
-                )
-            )
+        families = (self._keys.heads() + meta.key.removeprefix(self._keys.manifests()).rpartition("/")[0] for meta, _ in garbage)
+        lives = self._families.hold(self._families.digests(families, len(garbage)))
+        for (meta, gen), of_expired, living in zip(garbage, self.of_expired.hold(digests), lives, strict=True):
+            reason: Reason = "expired" if of_expired else "superseded" if living else "orphan"
+            self.tell(Doomed(kind="manifest", key=meta.key, gen=gen, size=meta.size, reason=reason))
 
-    def tell_blocks(self, garbage: Iterable[tuple[ObjectMeta, int]], digests: Digests, live: Iterable[str]) -> None:
+    def tell_blocks(self, garbage: Sequence[tuple[ObjectMeta, int]], digests: Digests, live: Iterable[str]) -> None:
         """These would go. `live` are the named keys beside them: generations of one block stand next to each other in a listing."""
         named = {key.rpartition("/")[0] for key in live}
         for (meta, gen), of_expired in zip(garbage, self.of_expired.hold(digests), strict=True):
             superseded = meta.key.rpartition("/")[0] in named
-            self.tell(
-                Doomed(
-                    kind="block",
-                    key=meta.key,
-                    gen=gen,
-                    size=meta.size,
-                    reason="expired" if of_expired else "superseded" if superseded else "unnamed",
-                )
-            )
+            reason: Reason = "expired" if of_expired else "superseded" if superseded else "unnamed"
+            self.tell(Doomed(kind="block", key=meta.key, gen=gen, size=meta.size, reason=reason))

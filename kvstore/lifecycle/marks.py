@@ -67,10 +67,6 @@ class Marks:
         held[order] = np.concatenate([_among(part, some) for part, some in zip(self._settled, _split(digests[order]), strict=True)])
         return held
 
-    def has(self, key: str) -> bool:
-        """Whether one key is marked."""
-        return bool(self.hold(self.digests((key,), 1))[0])
-
     def _settle(self) -> None:
         if not self._waiting:
             return

@@ -22,8 +22,9 @@ from kvstore.objects import (
     Update,
     probe,
 )
+from kvstore.objects.paced import PacedStore
 
-BACKENDS = ["memory", "faults", "retrying", pytest.param("s3", marks=pytest.mark.seaweed)]
+BACKENDS = ["memory", "faults", "retrying", "paced", pytest.param("s3", marks=pytest.mark.seaweed)]
 
 
 @asynccontextmanager
@@ -31,7 +32,11 @@ async def memory():
     yield MemoryStore()
 
 
-WRAPPERS = {"faults": Faults, "retrying": lambda store: RetryingStore(store, SystemClock(), RandomIds())}
+WRAPPERS = {
+    "faults": Faults,
+    "retrying": lambda store: RetryingStore(store, SystemClock(), RandomIds()),
+    "paced": lambda store: PacedStore(store, 1e6, SystemClock()),
+}
 
 
 @pytest.fixture(params=BACKENDS)
