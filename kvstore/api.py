@@ -182,16 +182,49 @@ class Hinted(Answer, frozen=True, kw_only=True):
 
 
 class NamespaceInfo(Answer, frozen=True, kw_only=True):
-    """A namespace that something was stored under."""
+    """A namespace that something was stored under.
+
+    Attributes:
+        blocks: Blocks that sessions name, as of the last collection that this node knows of.
+        bytes: Their stored bytes.
+    """
 
     namespace: str
     fields: Namespace
+    blocks: int = 0
+    bytes: int = 0
 
 
 class Namespaces(Answer, frozen=True, kw_only=True):
     """All of a tenant's."""
 
     namespaces: list[NamespaceInfo]
+
+
+class Dropped(Answer, frozen=True, kw_only=True):
+    """How much a removal dropped. Blocks go with the next collections.
+
+    Attributes:
+        sessions: Dropped by this call; what another one dropped meanwhile is counted there.
+        families: Heads that they were in.
+        failed: Heads that could not be read, so that their sessions stay: `kvtier fsck` says what is wrong with them.
+    """
+
+    sessions: int
+    families: int = 0
+    failed: int = 0
+
+
+class Warmed(Answer, frozen=True, kw_only=True):
+    """A shared prefix, published.
+
+    Attributes:
+        session: The pinned session that keeps it alive.
+        restore_id: Of the restore that brings it into this node's memory.
+    """
+
+    session: Session
+    restore_id: str
 
 
 class Found(Answer, frozen=True, kw_only=True):
@@ -534,6 +567,20 @@ class Fork(OfSession, frozen=True, kw_only=True):
     ttl_s: int | None = None
 
 
+class Warm(OfSession, frozen=True, kw_only=True):
+    """Publish a session's version as a prefix for everyone in the tenant: a pinned fork that never expires, under `warm/`.
+
+    Attributes:
+        as_: What it is called after `warm/`; the session's id by default.
+        version: Which version; 0 means the current one.
+        tokens: Only the whole blocks within that many tokens; all by default.
+    """
+
+    as_: str = msgspec.field(name="as", default="")
+    version: int = 0
+    tokens: int | None = None
+
+
 class Rewind(OfSession, frozen=True, kw_only=True):
     """Back to an earlier version, or to fewer tokens (floored to a block boundary). It is a new version. Exactly one of the two."""
 
@@ -552,6 +599,18 @@ class PutNamespace(Request, frozen=True, kw_only=True):
 
     namespace: str
     fields: Namespace
+
+
+class OfNamespace(Request, frozen=True, kw_only=True):
+    """A request about one namespace, by its id."""
+
+    namespace: str
+
+
+class OfTenant(Request, frozen=True, kw_only=True):
+    """A request about all that a tenant has. It must be the caller's own: it is said so that nobody asks for this by accident."""
+
+    tenant: str
 
 
 class Lookup(Request, frozen=True, kw_only=True):
@@ -616,6 +675,7 @@ CALLS: Final[tuple[Call, ...]] = (
     Call("create_session", "PUT", _S, CreateSession, Session, "Create an empty session.", 201),
     Call("commit", "POST", f"{_S}/commit", Commit, Receipt, "Make published blocks the session's next version."),
     Call("fork", "POST", f"{_S}/fork", Fork, Session, "A second session that begins as this one.", 201),
+    Call("warm", "POST", f"{_S}/warm", Warm, Warmed, "Publish it as a pinned prefix for everyone in the tenant.", 201),
     Call("rewind", "POST", f"{_S}/rewind", Rewind, Session, "Back to an earlier version or fewer tokens."),
     Call("touch", "POST", f"{_S}/touch", Touch, Session, "Renew the time to live."),
     Call("pin", "POST", f"{_S}/pin", OfSession, Session, "Never expire or evict it."),
@@ -623,6 +683,8 @@ CALLS: Final[tuple[Call, ...]] = (
     Call("delete_session", "DELETE", _S, OfSession, Done, "Delete it; its blocks go with the next collections."),
     Call("list_namespaces", "GET", "/v1/namespaces", Nothing, Namespaces, "What is stored for which model."),
     Call("put_namespace", "PUT", "/v1/namespaces/{namespace}", PutNamespace, Done, "Make a namespace's fields known."),
+    Call("delete_namespace", "DELETE", "/v1/namespaces/{namespace}", OfNamespace, Dropped, "Drop every session of a namespace."),
+    Call("delete_tenant", "DELETE", "/v1/tenants/{tenant}", OfTenant, Dropped, "Drop every session of the caller's tenant."),
     Call("lookup", "POST", "/v1/lookup", Lookup, Found, "How much of a chain is somewhere."),
     Call("collect", "POST", "/v1/collect", Collect, Collected, "Collect garbage once."),
     Call("stats", "GET", "/v1/stats", Nothing, Stats, "Tiers, queues, requests."),

@@ -17,6 +17,7 @@ from kvstore.lifecycle.collector import CollectSettings
 from kvstore.lifecycle.health import Health, StoreSigns, collector_reason
 from kvstore.lifecycle.prestage import Turns
 from kvstore.lifecycle.runners import InProcess, Subprocess
+from kvstore.lifecycle.warm import keep_learning
 from kvstore.lifecycle.worker import Collections
 from kvstore.objects import ObjectStore, RetryingStore, probe
 from kvstore.objects.breaker import BreakingStore
@@ -76,7 +77,7 @@ class Node:
             connect = None
             if settings.store.url or store is not None:
                 connect = partial(_repository, settings, movers, clock, ids, signs, store)
-            bucket = Bucket(connect, signs.counters, degraded, clock, ids)
+            bucket = Bucket(connect, signs, degraded, clock, ids)
             lifetime.push_async_callback(bucket.aclose)
             await bucket.open()
             disk = await lifetime.enter_async_context(_disk(settings, movers)) if settings.nvme.path else None
@@ -119,6 +120,7 @@ class Node:
             background.run("replay", partial(_replay, commits, degraded))
             if bucket.configured:
                 background.run("collect", collections.keep)
+                background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
             yield cls(settings, service)
 
 

@@ -11,18 +11,13 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.embedded import DataOption, data_folder
 from kvstore.cli.output import Format, FormatOption
-from kvstore.clock import RandomIds, SystemClock
-from kvstore.config import Settings, StorageUrl
-from kvstore.errors import EXIT_FAILED, Unsupported
-from kvstore.keys import Keys
-from kvstore.objects import RetryingStore
-from kvstore.objects.opening import open_store
-from kvstore.repo import Repo, RepoSettings
+from kvstore.cli.repository import repository
+from kvstore.config import Settings
+from kvstore.errors import EXIT_FAILED
 from kvstore.repo.fsck import Report
 from kvstore.repo.fsck import fsck as check
-from tiering import Movers
 
 app = typer.Typer(add_completion=False)
 
@@ -51,17 +46,9 @@ def fsck(
 
 
 async def _check(settings: Settings, folder: Path, *, repair: bool, deep: bool) -> Report:
-    clock, ids = SystemClock(), RandomIds()
-    async with beside(settings, folder) as found:
-        if not found.store.url:
-            remedy = "set store.url, or name the folder of `kvtier up` with --data"
-            raise Unsupported("there is no bucket to check: store.url is not set", remedy=remedy)
-        url = StorageUrl.parse(found.store.url)
-        with output.waiting(f"checking {found.store.url}"):
-            async with open_store(url, found.store, clock) as store, Movers.open() as movers:
-                retrying = RetryingStore(store, clock, ids)
-                async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, RepoSettings(init=False)) as repo:
-                    return await check(repo, deep=deep, repair=repair)
+    async with repository(settings, folder) as repo:
+        with output.waiting("checking the bucket"):
+            return await check(repo, deep=deep, repair=repair)
 
 
 def _print(report: Report, *, repair: bool) -> None:

@@ -225,6 +225,20 @@ class Client:
         request = await self._of(api.Fork, session_id, namespace, lane, as_=as_, version=version, ttl_s=ttl_s)
         return await self._call("fork", request, api.Session)
 
+    async def warm(
+        self,
+        session_id: str,
+        *,
+        as_: str = "",
+        version: int = 0,
+        tokens: int | None = None,
+        namespace: Namespace | str = "",
+        lane: str = "",
+    ) -> api.Warmed:
+        """Publish it as a pinned prefix for everyone in the tenant (:class:`kvstore.api.Warm`). Raises `AlreadyExists`."""
+        request = await self._of(api.Warm, session_id, namespace, lane, as_=as_, version=version, tokens=tokens)
+        return await self._call("warm", request, api.Warmed)
+
     async def rewind(
         self,
         session_id: str,
@@ -267,6 +281,15 @@ class Client:
         done = await self._call("put_namespace", api.PutNamespace(namespace=namespace, fields=fields), api.Done)
         self._known.add(namespace)
         return done
+
+    async def delete_namespace(self, namespace: Namespace | str) -> api.Dropped:
+        """Drop every session of a namespace, pinned ones too: after a weight update. Repeated, it goes on where it stopped."""
+        wanted = namespace if isinstance(namespace, str) else namespace.id
+        return await self._call("delete_namespace", api.OfNamespace(namespace=wanted), api.Dropped)
+
+    async def delete_tenant(self, tenant: str) -> api.Dropped:
+        """Drop every session of a tenant, which must be the caller's own. Repeated, it goes on where it stopped."""
+        return await self._call("delete_tenant", api.OfTenant(tenant=tenant), api.Dropped)
 
     async def lookup(
         self,

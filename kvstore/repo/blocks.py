@@ -138,15 +138,17 @@ class BucketOrigin:
         ref = want.ref
         if not isinstance(ref, BlockWant):
             return False
-        epoch = await self._epochs.recent()
-        there = ref.copy or self._uploads.known(ref.name)
-        if ref.copy is not None or (there is not None and there.gen < epoch - 1):  # it may be old where a session names it
-            if not isinstance(await self._root.store.head(self._uploads.key(ref.name, there.gen)), Absent):
+        if ref.copy is not None:
+            return await self._exists(ref.name, ref.copy)
+        epoch, older = await self._epochs.recent(), self._uploads.known(ref.name)
+        if older is not None and older.gen < epoch - 1:  # some session names it, or it may be gone by now
+            if await self._exists(ref.name, older):
                 return True
-            if ref.copy is not None:
-                return False
-            self._uploads.forget(ref.name, there.gen)
+            self._uploads.forget(ref.name, older.gen)
         return await self._uploads.probe(ref.name, ref.namespace, epoch) is not None
+
+    async def _exists(self, name: BlockName, copy: Copy) -> bool:
+        return not isinstance(await self._root.store.head(self._uploads.key(name, copy.gen)), Absent)
 
     async def _fetch(self, ref: BlockWant, into: memoryview) -> Miss | None:
         named = ref.copy or self._uploads.known(ref.name)

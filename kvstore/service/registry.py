@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from cachetools import LRUCache
@@ -76,10 +77,15 @@ class Registry:
             raise NotFound(f"namespace {wanted} is not known: register its fields first (PUT /v1/namespaces/{wanted})")
         return found
 
-    async def all(self, tenant: str) -> api.Namespaces:
-        """Every namespace of a tenant."""
+    async def all(self, tenant: str, alive: Mapping[str, api.Usage]) -> api.Namespaces:
+        """Every namespace of a tenant, and what is alive of it, by namespace."""
         if self._store is None:
             mine = [namespace for namespace in self._known.values() if namespace.tenant == tenant]
         else:
             mine = await self._store.namespaces(tenant)
-        return api.Namespaces(namespaces=[api.NamespaceInfo(namespace=namespace.id, fields=namespace) for namespace in mine])
+        return api.Namespaces(namespaces=[_info(namespace, alive.get(namespace.id)) for namespace in mine])
+
+
+def _info(fields: Namespace, alive: api.Usage | None) -> api.NamespaceInfo:
+    blocks, size = (alive.blocks, alive.bytes) if alive is not None else (0, 0)
+    return api.NamespaceInfo(namespace=fields.id, fields=fields, blocks=blocks, bytes=size)
