@@ -25,6 +25,7 @@ class WriteBehind:
     Args:
         name: The target's.
         write: Keeps one value. False or an exception: it was not kept.
+        ready: Whether writing has a chance now.
         limit: Bytes of values that may be queued or being written.
         writers: How many are written at once.
         stats: Of the target; `drops` counts what did not fit.
@@ -33,9 +34,9 @@ class WriteBehind:
         overflows: How often the queue was full.
     """
 
-    def __init__(self, name: str, write: Write, *, limit: int, writers: int, stats: TierStats) -> None:
+    def __init__(self, name: str, write: Write, ready: Callable[[], bool], *, limit: int, writers: int, stats: TierStats) -> None:
         self.name = name
-        self._write = write
+        self._write, self._ready = write, ready
         self._budget = Budget(limit)
         self._writers = asyncio.Semaphore(writers)
         self._stats = stats
@@ -57,9 +58,10 @@ class WriteBehind:
         if want.key in self._queued:
             lease.release()
             return True
-        if self._closed or len(self._queued) >= _MOST_VALUES or not self._budget.reserve(want.size):
+        hopeless = self._closed or not self._ready()
+        if hopeless or len(self._queued) >= _MOST_VALUES or not self._budget.reserve(want.size):
             self._stats.drops += 1
-            self.overflows += 1
+            self.overflows += not hopeless
             lease.release()
             return False
         task = self._queued[want.key] = asyncio.create_task(self._run(want, lease))

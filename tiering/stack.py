@@ -95,8 +95,8 @@ class Stack:
         self._flights: Flights[Lease | Miss] = Flights(
             _release, linger=settings.linger, linger_cost=min(settings.linger_bytes, dram.limit // 4)
         )
-        self._to_disk = self._behind(disk.name, self._write_disk) if disk is not None else None
-        self._queues = [self._behind(origin.name, partial(self._offer, origin)) for origin in origins]
+        self._to_disk = self._behind(disk.name, self._write_disk, _always) if disk is not None else None
+        self._queues = [self._behind(origin.name, partial(self._offer, origin), origin.ready) for origin in origins]
         if self._to_disk is not None:
             self._queues.insert(0, self._to_disk)
         self._closed = False
@@ -322,13 +322,14 @@ class Stack:
         if isinstance(lease, Lease):
             return lease  # it came while this fetch was waiting to start
         disk = self.disk if self.disk is not None and self.disk.contains_many([want.key])[0] else None
-        origins = self.origins if reach is Reach.ORIGIN else ()
+        origins = [origin for origin in self.origins if reach is Reach.ORIGIN and self._is_ready(origin)]
+        nothing = Miss.ABSENT if reach is not Reach.ORIGIN or len(origins) == len(self.origins) else Miss.UNAVAILABLE
         if disk is None and not origins:
-            return Miss.ABSENT
+            return nothing
         slot = self.dram.reserve(want, ahead=ahead)
         if isinstance(slot, Miss):
             return slot
-        misses = [Miss.ABSENT]
+        misses = [nothing]
         try:
             if disk is not None:
                 miss = await disk.read_into(want, slot.padded)
@@ -345,6 +346,12 @@ class Stack:
         finally:
             slot.abort()
         return max(misses, key=_HOPE.index)
+
+    def _is_ready(self, origin: Origin) -> bool:
+        ready = origin.ready()
+        if not ready:
+            self.stats[origin.name].miss(Miss.UNAVAILABLE)
+        return ready
 
     async def _ask(self, origin: Origin, want: Want, into: memoryview) -> Miss | None:
         stats = self.stats[origin.name]
@@ -368,10 +375,10 @@ class Stack:
 
     # Writing
 
-    def _behind(self, name: str, write: Callable[[Want, Lease], Awaitable[bool]]) -> WriteBehind:
+    def _behind(self, name: str, write: Callable[[Want, Lease], Awaitable[bool]], ready: Callable[[], bool]) -> WriteBehind:
         settings = self._settings
         limit = min(settings.behind_bytes, self.dram.limit // 2)
-        return WriteBehind(name, write, limit=limit, writers=settings.writers, stats=self.stats[name])
+        return WriteBehind(name, write, ready, limit=limit, writers=settings.writers, stats=self.stats[name])
 
     def _keep_on_disk(self, want: Want) -> None:
         lease = self.dram.lease(want) if self._to_disk is not None else Miss.ABSENT
@@ -399,6 +406,10 @@ class Stack:
         finally:
             for lease in held:
                 lease.release()
+
+
+def _always() -> bool:
+    return True
 
 
 def _found(slot: DramSlot, source: str) -> Lease:

@@ -135,6 +135,7 @@ class ScriptedOrigin:
         before: Awaited before every fetch and offer; it may sleep, or raise.
         answer: Where a key is here, a fetch of it returns that miss, after spoiling the buffer.
         accepts: What `offer` answers; what it accepts it holds.
+        up: What `ready` answers.
     """
 
     def __init__(self, name: str = "bucket") -> None:
@@ -145,6 +146,7 @@ class ScriptedOrigin:
         self.before: Callable[[Want], Awaitable[None]] | None = None
         self.answer: dict[bytes, Miss] = {}
         self.accepts = True
+        self.up = True
 
     async def fetch(self, want: Want, into: memoryview) -> Miss | None:
         """See :class:`tiering.Origin`."""
@@ -168,6 +170,10 @@ class ScriptedOrigin:
         if self.accepts:
             self.values[want.key] = bytes(value.view)
         return self.accepts
+
+    def ready(self) -> bool:
+        """See :class:`tiering.Origin`."""
+        return self.up
 
     async def contains(self, wants: Sequence[Want]) -> int:
         """See :class:`tiering.Origin`."""

@@ -176,6 +176,10 @@ class Origin(Protocol):
         """Here is a value you may keep. It may decline or fail silently (False). The caller keeps the lease until then."""
         ...
 
+    def ready(self) -> bool:
+        """Whether asking it has a chance now. Where not, it is not asked: reads are UNAVAILABLE, and offers dropped, at once."""
+        ...
+
     async def contains(self, wants: Sequence[Want]) -> int:
         """Length of the leading run that it holds."""
         ...

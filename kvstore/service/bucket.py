@@ -16,8 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Denied, KVTierError, Unavailable, Unsupported
 from kvstore.ids import Namespace, NamespaceId
-from kvstore.lifecycle.health import skew_reason
-from kvstore.objects.counting import CountingStore
+from kvstore.lifecycle.health import StoreSigns, skew_reason
 from kvstore.repo import Repo
 from tiering import Lease, Miss, Want
 
@@ -33,7 +32,7 @@ class Bucket:
 
     Args:
         connect: Opens store and repository; None in stage 1.
-        counters: What counts requests, one for each time it connected.
+        signs: What requests to its store tell.
         degraded: Where the node's readiness collects what it cannot give now.
     """
 
@@ -42,12 +41,12 @@ class Bucket:
     def __init__(
         self,
         connect: Callable[[], AbstractAsyncContextManager[Repo]] | None,
-        counters: Sequence[CountingStore],
+        signs: StoreSigns,
         degraded: dict[str, str],
         clock: Clock,
         ids: Ids,
     ) -> None:
-        self._connect, self._counters, self._degraded, self._clock, self._ids = connect, counters, degraded, clock, ids
+        self._connect, self._signs, self._degraded, self._clock, self._ids = connect, signs, degraded, clock, ids
         self._lifetime = AsyncExitStack()
         self._repo: Repo | None = None
         self._naming: set[asyncio.Task[None]] = set()
@@ -73,7 +72,7 @@ class Bucket:
 
     def requests(self) -> dict[str, int]:
         """Store requests so far, by `verb outcome`."""
-        total: Counter[tuple[str, str]] = sum((counter.requests for counter in self._counters), Counter())
+        total: Counter[tuple[str, str]] = sum((counter.requests for counter in self._signs.counters), Counter())
         return {f"{verb} {outcome}": count for (verb, outcome), count in sorted(total.items())}
 
     async def open(self) -> None:
@@ -132,6 +131,10 @@ class Bucket:
     async def offer(self, want: Want, value: Lease) -> bool:
         """Keep an anonymous copy."""
         return self._repo is not None and await self._repo.origin.offer(want, value)
+
+    def ready(self) -> bool:
+        """Whether its store was reached and is not left alone."""
+        return self._repo is not None and self._signs.breaker.state == "closed"
 
     async def contains(self, wants: Sequence[Want]) -> int:
         """Leading run."""

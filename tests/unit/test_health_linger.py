@@ -137,3 +137,24 @@ async def test_who_joins_work_that_lingers_makes_room_for_other_work_to_linger()
     assert await patient == "done"
     await turns()
     assert flights.lingering == 0
+
+
+async def test_an_origin_that_is_not_ready_is_not_asked_and_nothing_queues_for_it_or_makes_room():
+    async with slow_stack(0, dram=2 * SIZE) as (stack, origin):
+        origin.go.set()
+        for n in (1, 2):
+            slot = stack.reserve(want_of(n, SIZE))
+            slot.view[:] = value_of(n, SIZE)
+            stack.publish(slot).release()
+        await turns()
+        origin.up = False
+        offered, dropped, overflows = list(origin.offered), stack.stats["bucket"].drops, stack.overflows
+        assert await get(stack, 0) == [Miss.UNAVAILABLE]
+        assert origin.fetched == []
+        assert await get(stack, 1, 2) == ["hit", "hit"]  # no value was evicted for one that could not come
+        assert stack.offer(want_of(1, SIZE)) is False
+        assert stack.queued == {"bucket": 0}
+        assert (origin.offered, stack.stats["bucket"].drops) == (offered, dropped + 1)
+        assert stack.overflows == overflows  # dropped, and not for want of room
+        origin.up = True
+        assert await get(stack, 0, seconds=20) == ["hit"]
