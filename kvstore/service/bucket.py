@@ -97,7 +97,10 @@ class Bucket:
                 wait = _FIRST_WAIT
                 await self._clock.sleep(_CHECK_EVERY)
             except KVTierError as error:
-                self._degraded[PART] = f"{error.kind}: {error.message}"
+                if error.kind == "circuit_open":
+                    self._degraded.pop(PART, None)  # the breaker tells that itself, and knows first when it is over
+                else:
+                    self._degraded[PART] = f"{error.kind}: {error.message}"
                 await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
                 wait = min(wait * 2, _LONGEST_WAIT)
 
