@@ -16,6 +16,7 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import load
 from kvstore.errors import Unavailable
 from kvstore.keys import Keys
+from kvstore.lifecycle import runners
 from kvstore.lifecycle.messages import Job
 from kvstore.lifecycle.runners import Subprocess
 from kvstore.node import Node
@@ -124,6 +125,22 @@ async def test_what_it_fails_with_arrives_as_the_same_error():
         pid = runner._process.pid
         await runner.rest()
         assert not alive(pid)
+    finally:
+        await runner.aclose()
+
+
+async def test_one_that_falls_silent_is_killed_and_the_next_run_starts_another(monkeypatch):
+    monkeypatch.setattr(runners, "_SILENCE_S", 0.5)
+    runner = Subprocess(load(flags={"store.url": "memory://nothing-is-here"}).settings, keep=True)
+    try:
+        pid = (await runner._started()).pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="said nothing"):
+            await runner.run(Job(request=api.Collect()), ignore)
+        assert not alive(pid)
+        monkeypatch.setattr(runners, "_SILENCE_S", 60)
+        with pytest.raises(Unavailable, match="json is missing"):
+            await runner.run(Job(request=api.Collect()), ignore)
     finally:
         await runner.aclose()
 
