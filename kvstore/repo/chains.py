@@ -23,10 +23,11 @@ Cut = Callable[[Sequence[Link], int, int], Awaitable[PrefixId | None]]
 
 
 class Block(NamedTuple):
-    """A block of a version, with what is stored of it: by shard name."""
+    """A block of a version, with what is stored of it: by shard name. `ref` is how the manifest it was read from spells it."""
 
     link: Link
     copies: Mapping[str, Copy]
+    ref: BlockRef | None = None
 
 
 def unfold(manifest: Manifest | None, n: int) -> list[Block]:
@@ -34,29 +35,33 @@ def unfold(manifest: Manifest | None, n: int) -> list[Block]:
     if manifest is None:
         return []
     return [
-        Block(Link(block.prefix_id, block.tokens), {manifest.shards[copy.shard]: copy for copy in block.copies})
+        Block(Link(block.prefix_id, block.tokens), {manifest.shards[copy.shard]: copy for copy in block.copies}, block)
         for block in manifest.blocks[:n]
     ]
 
 
-def fold(blocks: Sequence[Block], namespace: Namespace, labels: dict[str, str], now: float) -> Manifest:
-    """A manifest of these blocks."""
-    order = {shard: index for index, shard in enumerate(sorted({shard for block in blocks for shard in block.copies}))}
+def fold(
+    blocks: Sequence[Block], namespace: Namespace, labels: dict[str, str], now: float, before: Manifest | None = None
+) -> Manifest:
+    """A manifest of these blocks. Those that came from `before` keep their spelling where the shards are the same."""
+    shards = tuple(sorted({shard for block in blocks for shard in block.copies}))
+    order = {shard: index for index, shard in enumerate(shards)}
+    same = before is not None and before.shards == shards
+
+    def spelled(block: Block) -> BlockRef:
+        if same and block.ref is not None:
+            return block.ref
+        copies = (Copy(order[shard], copy.gen, copy.bytes, copy.header_bytes) for shard, copy in sorted(block.copies.items()))
+        return BlockRef(block.link.prefix_id, block.link.tokens, tuple(copies))
+
     return Manifest(
         namespace=namespace.id,
-        shards=tuple(order),
+        shards=shards,
         block_tokens=namespace.block_tokens,
         tokens=tokens_of(block.link for block in blocks),
         labels=labels,
         created=now,
-        blocks=tuple(
-            BlockRef(
-                block.link.prefix_id,
-                block.link.tokens,
-                tuple(Copy(order[shard], copy.gen, copy.bytes, copy.header_bytes) for shard, copy in sorted(block.copies.items())),
-            )
-            for block in blocks
-        ),
+        blocks=tuple(map(spelled, blocks)),
     )
 
 

@@ -8,8 +8,8 @@ import msgspec
 from blake3 import blake3
 
 from kvstore.errors import Conflict, Gone, NotFound
-from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard
-from kvstore.model import Branch, Copy, Head, Manifest
+from kvstore.ids import BlockName, Link, Namespace, Shard
+from kvstore.model import MAX_BLOCKS, Branch, Copy, Head, Manifest, Version
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, grows, links_of, tokens_of, unfold
 from kvstore.repo.families import Addition, Edit, MovedError, Settled
 from kvstore.repo.heads import next_version, renewed, versions_of
@@ -70,9 +70,6 @@ class Commit:
         source: Bytes on this node.
         start: The branch to begin with where it does not exist yet; None: then it is `Gone`.
         elsewhere: Copies that another family names, to be brought to this one inside the store (R6).
-
-    Attributes:
-        seen: Whether the branch was ever there: if it is gone then, a later session of that name is none of our business (I4).
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Commit:
         self._proposal, self._source, self._start = proposal, source, start
         self._elsewhere = {(block.link.prefix_id, shard): copy for block in elsewhere for shard, copy in block.copies.items()}
         self._cut = cutter(proposal.namespace, proposal.shards, source)
-        self.seen = False
+        self._unfolded: dict[str, list[Block]] = {}
         self.branches = frozenset({branch})
         self.write_id = scoped(branch, proposal.write_id)
 
@@ -104,9 +101,8 @@ class Commit:
         want, branch = self._proposal, head.branches.get(self._branch, self._start)
         if branch is None or head.dead:
             raise Gone("this session was deleted, or it expired")
-        self.seen = True
         manifest = await self._manifest(branch.manifest)
-        stored = unfold(manifest, branch.n)
+        stored = self._first(branch.manifest, manifest, branch.n)
         have = links_of(stored)
         run = common(have, want.links)
         whole = all(block.copies.keys() >= set(want.shards) for block in stored[:run])
@@ -147,7 +143,7 @@ class Commit:
         manifest = self._ledger.manifests.known(key) if key else None
         if key and manifest is None:
             return
-        stored, links = unfold(manifest, branch.n), self._proposal.links
+        stored, links = self._first(branch.manifest, manifest, branch.n), self._proposal.links
         keep = stored[: common(links_of(stored), links)]
         blocks = await self._secured(head, keep, range(len(links)), epoch)
         if links and not blocks and self._branch not in head.branches:
@@ -161,10 +157,10 @@ class Commit:
         links = self._proposal.links
         for version in reversed(versions_of(branch)):
             if version.seq > self._proposal.base:
-                stored = links_of(unfold(await self._manifest(version.manifest), version.n))
+                stored = await self._links(version)
                 if await covers(stored, links, self._cut):
                     return self._contained(await self._exact(branch))
-        kept = links[: common(links_of(unfold(await self._manifest(branch.manifest), branch.n)), links)]
+        kept = links[: common(await self._links(versions_of(branch)[0]), links)]
         return Committed(version=branch.seq, tokens=tokens_of(kept), blocks=len(kept), cut=True)
 
     # --- inside ---
@@ -181,7 +177,7 @@ class Commit:
         links = self._proposal.links
         for version in reversed(versions_of(branch)):
             if version.seq > self._proposal.base:
-                stored = links_of(unfold(await self._manifest(version.manifest), version.n))
+                stored = await self._links(version)
                 if tokens_of(stored) == tokens_of(links) and await covers(stored, links, self._cut):
                     return version.seq
         return self._proposal.base
@@ -194,13 +190,22 @@ class Commit:
             raise MovedError(name)
         return found
 
+    def _first(self, name: str, manifest: Manifest | None, n: int) -> list[Block]:
+        """The first `n` blocks of a manifest; it is taken apart once, however often it is looked at."""
+        if name not in self._unfolded:
+            self._unfolded[name] = unfold(manifest, MAX_BLOCKS)
+        return self._unfolded[name][:n]
+
+    async def _links(self, version: Version) -> list[Link]:
+        return links_of(self._first(version.manifest, await self._manifest(version.manifest), version.n))
+
     async def _grew(self, branch: Branch) -> bool:
         """Whether the branch only grew since the base: no edit and no rewind in between, as far as its history tells."""
         base = self._proposal.base
         versions = [version for version in reversed(versions_of(branch)) if version.seq >= max(base, 1)]
         if [version.seq for version in versions] != list(range(max(base, 1), branch.seq + 1)):
             return False
-        return await grows([links_of(unfold(await self._manifest(v.manifest), v.n)) for v in versions], self._cut)
+        return await grows([await self._links(version) for version in versions], self._cut)
 
     async def _build(
         self, head: Head, branch: Branch, manifest: Manifest | None, keep: Sequence[Block], span: range, epoch: int, answer: int
@@ -217,37 +222,44 @@ class Commit:
         result = [*blocks, *keep[len(blocks) :]]
         kept = want.links[: len(blocks)] if cut else want.links
         done = Committed(version=answer, tokens=tokens_of(kept), blocks=len(kept), cut=cut)
-        if manifest is not None and cut and result == unfold(manifest, branch.n):
+        if manifest is not None and cut and result == self._first(branch.manifest, manifest, branch.n):
             return Settled(msgspec.structs.replace(done, version=min(answer, branch.seq)))
         now = await ledger.root.now()
         labels = want.labels if want.labels is not None else manifest.labels if manifest is not None else {}
-        name = await ledger.manifests.put(self._tenant, self._family, epoch, fold(result, want.namespace, labels, now))
+        name = await ledger.manifests.put(self._tenant, self._family, epoch, fold(result, want.namespace, labels, now, manifest))
         new = next_version(branch, manifest=name, n=len(result), at=now, history=ledger.history)
         if want.ttl is not None or branch.sliding or self._branch not in head.branches:
             new = renewed(new, now, want.ttl)
         return Edit({self._branch: new}, done)
 
     async def _secured(self, head: Head, keep: Sequence[Block], span: range, epoch: int) -> list[Block]:
-        """The leading blocks of the proposal that have a copy of every shard, each of an age that this head may name (R1)."""
-        want, named = self._proposal, self._named(head)
-        rows: list[dict[str, Copy | None]] = []
-        for index in span:
-            link = want.links[index]
-            held = dict(keep[index].copies) if index < len(keep) and keep[index].link == link else {}
-            kept = {shard: named.get((link.prefix_id, shard)) for shard in want.shards} | held
-            rows.append(kept)
-        asked = [
-            (row, shard, want.links[index]) for index, row in zip(span, rows, strict=True) for shard, c in row.items() if c is None
-        ]
-        wanted = [self._wanted(link, shard) for _, shard, link in asked]
-        for (row, shard, _), copy in zip(
-            asked, await self._ledger.uploads.secure(wanted, want.namespace, epoch, self._source), strict=True
-        ):
-            row[shard] = copy
+        """The leading blocks of the proposal that have a copy of every shard, each of an age that this head may name (R1).
+
+        Args:
+            head: What is replaced.
+            keep: Its blocks that the proposal begins with; where one has every shard asked for, it stays as it is.
+            span: Which blocks of the proposal.
+            epoch: As R2 has it.
+        """
+        want = self._proposal
+        lacking = [index for index in span if index >= len(keep) or not keep[index].copies.keys() >= set(want.shards)]
+        named = self._named(head, lacking)
+        rows: dict[int, dict[str, Copy | None]] = {}
+        for index in lacking:
+            held = keep[index].copies if index < len(keep) else {}
+            rows[index] = {shard: named.get((index, shard)) for shard in want.shards} | dict(held)
+        asked = [(index, shard) for index, row in rows.items() for shard, copy in row.items() if copy is None]
+        wanted = [self._wanted(want.links[index], shard) for index, shard in asked]
+        stored = await self._ledger.uploads.secure(wanted, want.namespace, epoch, self._source)
+        for (index, shard), copy in zip(asked, stored, strict=True):
+            rows[index][shard] = copy
         blocks: list[Block] = []
-        for index, row in zip(span, rows, strict=True):
-            copies = {shard: copy for shard, copy in row.items() if copy is not None}
-            if len(copies) < len(row):
+        for index in span:
+            if index not in rows:
+                blocks.append(keep[index])
+                continue
+            copies = {shard: copy for shard, copy in rows[index].items() if copy is not None}
+            if len(copies) < len(rows[index]):
                 break
             blocks.append(Block(want.links[index], copies))
         return blocks
@@ -257,15 +269,19 @@ class Commit:
         name = BlockName(self._proposal.namespace.id, Shard.parse(shard), link.prefix_id, link.tokens)
         return Wanted(name, () if copy is None else (copy,))
 
-    def _named(self, head: Head) -> Mapping[tuple[PrefixId, str], Copy]:
-        """What older versions of this branch name: it is kept at any age, so it need not be stored again."""
-        branch = head.branches.get(self._branch)
-        named: dict[tuple[PrefixId, str], Copy] = {}
+    def _named(self, head: Head, indices: Sequence[int]) -> Mapping[tuple[int, str], Copy]:
+        """What older versions of this branch name of these blocks: it is kept at any age, so it need not be stored again."""
+        branch, links = head.branches.get(self._branch), self._proposal.links
+        named: dict[tuple[int, str], Copy] = {}
         for version in branch.history if branch is not None else ():
             key = self._ledger.root.keys.manifest(self._tenant, self._family, version.manifest)
             manifest = self._ledger.manifests.known(key) if version.manifest else None
-            for block in unfold(manifest, version.n):
-                named.update({(block.link.prefix_id, shard): copy for shard, copy in block.copies.items()})
+            if manifest is None:
+                continue
+            for index in indices:
+                block = manifest.blocks[index] if index < min(version.n, len(manifest.blocks)) else None
+                if block is not None and block.prefix_id == links[index].prefix_id:  # a name stands for its place as well
+                    named.update({(index, manifest.shards[copy.shard]): copy for copy in block.copies})
         return named
 
 

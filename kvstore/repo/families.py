@@ -23,6 +23,7 @@ A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
 MAX_PENDING: Final = 4096  # changes of one family that wait; more is refused
 _ATTEMPTS: Final = 64
+_AT_ONCE: Final = 32  # members of a group that store their blocks and manifests at the same time
 _IDLE_ENTRIES: Final = 65_536  # of heads that idle families keep, to go on from their last swap
 
 
@@ -308,7 +309,13 @@ class _Group:
         self, at: Position, asked: Sequence[tuple[_Ticket, Awaitable[Plan]]], *, trusted: bool
     ) -> list[tuple[_Ticket, Plan]] | None:
         """The members' plans that need a swap; the other members get their answers. None: the head must be read first."""
-        outcomes = await asyncio.gather(*(plan for _, plan in asked), return_exceptions=True)
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def in_turn(plan: Awaitable[Plan]) -> Plan:
+            async with room:
+                return await plan
+
+        outcomes = await asyncio.gather(*(in_turn(plan) for _, plan in asked), return_exceptions=True)
         swaps: list[tuple[_Ticket, Plan]] = []
         over: list[tuple[_Ticket, Settled[Any] | KVTierError]] = []
         for (ticket, _), outcome in zip(asked, outcomes, strict=True):

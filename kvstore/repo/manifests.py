@@ -79,7 +79,7 @@ class Manifests:
         return None if isinstance(rest, Absent | Unchanged) else first + bytes(rest.data)
 
     def _remember(self, key: str, manifest: Manifest) -> None:
-        weight = 400 + 250 * sum(1 + len(block.copies) for block in manifest.blocks)
+        weight = 400 + 250 * len(manifest.blocks) * (1 + len(manifest.shards))
         if weight <= self._cache.maxsize:
             self._cache[key] = (manifest, weight)
 

@@ -14,7 +14,7 @@ from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound, Una
 from kvstore.ids import Link, Namespace, NamespaceId, PrefixId
 from kvstore.model import Branch, Head, Manifest, Name
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, links_of, unfold
-from kvstore.repo.commit import Commit, Committed, Ledger, Proposal
+from kvstore.repo.commit import Commit, Committed, Ledger, Proposal, scoped
 from kvstore.repo.edits import dropped
 from kvstore.repo.epochs import Epochs
 from kvstore.repo.families import Addition, Families
@@ -155,7 +155,7 @@ class Writer:
                     return await self._into(place.tenant, name, commit)
                 except Gone as gone:
                     if await self._named(key) != name:
-                        await self._made_again(place, commit)
+                        await self._made_again(place, proposal)
                         continue
                     if proposal.base or gone.facts.get("landed"):
                         raise
@@ -174,14 +174,21 @@ class Writer:
         held = await self._finder.names.read(key)
         return None if held is None else held.name
 
-    async def _made_again(self, place: Place, commit: Commit) -> None:
-        """The name means another session than we knew. A writer that had to do with the earlier one never touches it (I4)."""
+    async def _made_again(self, place: Place, proposal: Proposal) -> None:
+        """The name means another session than we knew. Whoever built on a version of an earlier one never touches it (I4).
+
+        A user who read the later one on another node is told so once too often; one whose commit has landed in it is not.
+        """
         found = await self._finder.look(*place)
-        if commit.seen and found is not None:
-            raise Conflict(
-                f"session {place.session!r} was deleted and made again; it is at version {found.branch.seq}",
-                current=found.branch.seq,
-            )
+        if found is None or not proposal.base:
+            return
+        ours = scoped(found.branch_id, proposal.write_id)
+        if ours and found.position is not None and ours in found.position.head.recent:
+            return
+        raise Conflict(
+            f"session {place.session!r} was deleted and made again; it is at version {found.branch.seq}",
+            current=found.branch.seq,
+        )
 
     async def _into(self, tenant: str, name: Name, commit: Commit) -> Committed:
         key = self._key(tenant, name.family)

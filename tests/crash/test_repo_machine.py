@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -233,6 +233,9 @@ class Machine(RuleBasedStateMachine):
         if before is None:
             assert isinstance(answer, Gone | NotFound) == (base > 0), answer
             return
+        if isinstance(answer, Conflict) and "made again" in answer.message:
+            assert base > 0  # this node knew an earlier session of that name
+            return
         version, tokens, history = before
         contents = {**history, version: tokens, 0: ()}
         chain = [contents.get(each) for each in range(base, version + 1)]
@@ -243,7 +246,7 @@ class Machine(RuleBasedStateMachine):
         if not fine and base < version:
             assert isinstance(answer, Conflict), (before, base, mine, answer)
         elif fine:
-            assert not isinstance(answer, Conflict) or answer.facts["current"] == base, (before, base, mine, answer)
+            assert not isinstance(answer, Conflict), (before, base, mine, answer)
 
     def acknowledged(self, name: str, answer, base: int, mine: Tokens) -> None:
         """A receipt says which version holds exactly what was committed; the caller's own base where only longer ones do."""
@@ -502,6 +505,7 @@ def test_the_real_code_against_a_dictionary():
         max_examples=100,
         stateful_step_count=40,
         derandomize=True,
+        phases=[Phase.generate],  # add Phase.shrink when it fails: that takes minutes, and the steps become few
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
