@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvstore import codec
-from kvstore.errors import Corrupt, KVTierError, Unavailable
+from kvstore.errors import Corrupt, KVTierError
 from kvstore.ids import BlockName, Namespace
 from kvstore.model import Copy
 from kvstore.objects.base import Absent, Got, Unchanged
@@ -192,7 +192,7 @@ class BucketOrigin:
             return Miss.ABSENT
         sound = Copy(0, copy.gen, got.size, copy.header_bytes)
         self._uploads.learn(name, sound)
-        if ref.copy is None and copy.gen < self._epochs.latest:
+        if ref.copy is None and (copy.gen < self._epochs.latest or not self._epochs.fresh):
             self._spawn(self._renew(name, sound))
         return None
 
@@ -220,10 +220,13 @@ class BucketOrigin:
         return got
 
     async def _renew(self, name: BlockName, copy: Copy) -> None:
-        """Copy a useful anonymous block to the newest known epoch, so that it outlives the next collections."""
+        """Copy a useful anonymous block to the newest epoch, so that it outlives the next collections.
+
+        Whoever only reads what it knows would never hear of a new epoch otherwise.
+        """
         try:
-            await self._uploads.renew(name, copy, self._epochs.latest)
-        except Unavailable as error:
+            await self._uploads.renew(name, copy, await self._epochs.recent())
+        except KVTierError as error:
             self.counts[f"renew_{error.kind}"] += 1
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -53,11 +53,14 @@ class Epochs:
         self._read_at = self._root.clock.monotonic()
         return Reading(epoch, got.etag, got.modified)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether `latest` was read within the last minute."""
+        return self._root.clock.monotonic() - self._read_at <= _RECENT_S
+
     async def recent(self) -> int:
         """An epoch read within the last minute: enough for what no head names. Adding to a head always takes `read`."""
-        if self._root.clock.monotonic() - self._read_at > _RECENT_S:
-            return (await self.read()).epoch
-        return self.latest
+        return self.latest if self.fresh else (await self.read()).epoch
 
     async def advance(self, seen: Reading) -> Reading:
         """Make the epoch greater than it was seen; whoever else does so has done it for us.
