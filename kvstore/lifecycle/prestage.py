@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal
 
 Lane = Literal["near", "far", "speculative"]
-_AT_WORK: Final = 8  # interactive restores in each lane: more would share the same link or loop, all be late, and delay others
+_AT_WORK: Final = 4  # interactive restores in each lane: more would share the same link or loop, all be late, and delay others
 _GUESS: Final = 50e6  # bytes per second, until something was measured
 _WEIGHT: Final = 0.2  # of the newest measurement
 
