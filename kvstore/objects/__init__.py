@@ -31,7 +31,6 @@ from kvstore.objects.base import (
 from kvstore.objects.faults import Crash, Fault, Faults, RequestLog
 from kvstore.objects.memory import MemoryStore
 from kvstore.objects.probe import Guarantees, probe
-from kvstore.objects.register import Reading, Register
 from kvstore.objects.retry import RetryingStore, RetrySettings
 from kvstore.objects.settings import S3Settings
 
@@ -57,9 +56,7 @@ __all__ = [
     "ObjectStore",
     "Overwrite",
     "PutMode",
-    "Reading",
     "Refused",
-    "Register",
     "RequestLog",
     "RetrySettings",
     "RetryingStore",
