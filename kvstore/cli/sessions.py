@@ -149,7 +149,7 @@ def restore(
             version=version,
             tier=_tier(tier),
             deadline_ms=deadline_ms,
-            max_bytes=parse_bytes(max_bytes, "--max-bytes") if max_bytes else 0,
+            max_bytes=int(parse_bytes(max_bytes, "--max-bytes")) if max_bytes else 0,
             priority=_priority(speculative=speculative),
             hold_ms=1000 * int(parse_seconds(hold, "--hold")) if hold else None,
         )
