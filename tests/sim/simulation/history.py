@@ -1,0 +1,156 @@
+"""What was asked, what was answered, and whether that can be true."""
+
+from dataclasses import dataclass, field
+
+from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound, Overloaded, TooManyBranches, Unavailable
+
+ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
+NO_BYTES = "bytes of this commit's first block"
+REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user
+
+
+@dataclass
+class Op:
+    """Something a user wanted. Attempts under one write id are one operation."""
+
+    id: int
+    kind: str
+    tenant: str
+    session: str
+    key: str  # of the name
+    start: float
+    base: int = 0
+    tokens: tuple = ()
+    branch: str = ""  # the branch that `base` is a version of, as far as the user knows
+    durability: str = "bucket"
+    lives: list = field(default_factory=list)  # the lives of nodes that worked on it
+    end: float = float("inf")
+    outcome: str = ""
+    answer: object = None
+
+    def __str__(self):
+        said = self.answer.kind if isinstance(self.answer, KVTierError) else ""
+        lives = ",".join(map(str, self.lives))
+        return f"op {self.id} ({self.kind} {self.tenant}/{self.session} base {self.base}, {lives}: {self.outcome} {said})"
+
+
+class History:
+    def __init__(self, world):
+        self._world = world
+        self.ops = {}
+
+    def begin(self, kind, tenant, session, **fields):
+        world = self._world
+        namespace = world.library.namespaces[tenant].id
+        op = Op(len(self.ops), kind, tenant, session, world.keys.name(tenant, session, namespace, "main"), world.now, **fields)
+        self.ops[op.id] = op
+        return op
+
+    def end(self, op, answer):
+        """Its answer: a value, an error, or None where the node died before it gave one."""
+        op.end, op.answer = self._world.now, answer
+        if answer is None or (isinstance(answer, Unavailable) and answer.kind in {"outcome_unknown", "timeout"}):
+            op.outcome = UNKNOWN
+        elif isinstance(answer, BaseException):
+            op.outcome = NO
+            self._refused(op, answer)
+        else:
+            op.outcome = ACK
+            self._acknowledged(op, answer)
+        self._world.count(op.outcome)
+        self._world.note(f"{op}")
+
+    def deleting(self, life, branch, now):
+        """Whether somebody asked this life of a node to delete the branch."""
+        return any(
+            op.kind == "delete" and life in op.lives and op.key in branch.names and op.start <= now and op.end >= branch.born
+            for op in self.ops.values()
+        )
+
+    # --- at once ---
+
+    def _refused(self, op, error):
+        truth = self._world.truth
+        found, free = truth.meant(op.key, op.start, op.end)
+        match error:
+            case Conflict() if "on this node" in error.message:
+                true = True  # it was promised a version that is still on its way
+            case Conflict():
+                seqs = {seq for branch in found for seq in branch.current(op.start, op.end)}
+                true = bool(seqs - {op.base}) or free or len(found) > 1 or (op.base > 0 and REMADE in error.message)
+            case NotFound() if NO_BYTES in error.message:
+                true = op.kind in {"commit", "detach"}
+            case NotFound() | Gone():
+                true = free or op.kind in {"rewind", "fork", "detach"}  # the version may be what is gone
+            case AlreadyExists():
+                true = bool(found)
+            case Unavailable() | Overloaded() | TooManyBranches():
+                true = True
+            case _:
+                true = False
+        if not true:
+            self._world.violation("I2" if isinstance(error, Conflict) else "I3", f"{op} was told {error!r}")
+
+    def _acknowledged(self, op, answer):
+        if op.kind == "commit" and answer.durability == "bucket":
+            self._committed(op, answer)
+        elif op.kind in {"create", "fork", "detach", "get", "touch", "pin", "rewind", "restore"}:
+            self._shown(op, answer)
+        elif op.kind == "delete":
+            if not self._world.truth.meant(op.key, op.start, op.end)[1]:
+                self._world.violation("I4", f"{op}: the session is still there")
+
+    def committed(self, op, receipt):
+        """What the bucket acknowledged, also behind a caller who had its answer already."""
+        self._committed(op, receipt)
+
+    def _committed(self, op, receipt):
+        kept = op.tokens[: receipt.tokens]
+        found, _ = self._world.truth.meant(op.key, op.start, self._world.now)
+        for branch in found:
+            content = branch.versions.get(receipt.version)
+            if content is None and not (receipt.version == 0 == op.base):
+                continue
+            held = content.tokens if content is not None else ()
+            if held == kept and (receipt.cut or kept == op.tokens):
+                return
+            if receipt.cut and held[: len(kept)] == kept:
+                return
+            if receipt.version == op.base and any(each.tokens[: len(kept)] == kept for each in branch.versions.values()):
+                return  # a longer version holds it, and the caller keeps the base it had
+        self._world.violation(
+            "I2", f"{op} was acknowledged as version {receipt.version} ({receipt.tokens} tokens), which is not so"
+        )
+
+    def _shown(self, op, session):
+        branch = self._world.truth.branches.get(session.branch)
+        key = op.key
+        if branch is None or key not in branch.names or session.version not in branch.current(op.start, op.end):
+            self._world.violation(
+                "I3", f"{op} was shown version {session.version} of {session.branch[:8]}, which was not current then"
+            )
+
+    # --- in the end ---
+
+    def judge(self):
+        truth = self._world.truth
+        for op in self.ops.values():
+            if op.kind != "commit":
+                continue
+            effects = [effect for effect in truth.effects.get(op.id, ()) if op.key in truth.branches[effect.branch].names]
+            if len(effects) > 1:
+                self._world.violation("I2", f"{op} took effect {len(effects)} times: {[effect[:3] for effect in effects]}")
+            lasting = [effect for effect in effects if truth.branches[effect.branch].gone > op.end]
+            if lasting and op.outcome == NO and op.durability == "bucket":
+                self._world.violation("I2", f"{op} was refused, and took effect as version {lasting[0].seq}")
+            for effect in effects:
+                if op.base and effect.branch != op.branch:
+                    self._world.count("of a later session")  # `base` is a number: a node cannot tell what it is a version of
+        self._reachable()
+
+    def _reachable(self):
+        truth = self._world.truth
+        for branch in truth.branches.values():
+            for key in branch.names:
+                if branch.gone == float("inf") and truth.names[key][-1][1].branch != branch.id:
+                    self._world.violation("I3", f"branch {branch.id[:8]} lives, and {key} means another")

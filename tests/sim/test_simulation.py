@@ -1,0 +1,56 @@
+"""The real code, simulated: whatever the seed, every invariant holds; the same seed is the same run; and broken code is caught."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulation.mutants import MUTANTS, broken
+from simulation.rounds import setup_of
+from simulation.wire import Rates
+from simulation.world import Setup, simulate
+
+RUN = Path(__file__).with_name("run.py")
+SEEDS = range(1, 25)
+BOUND = 25  # seeds within which each mutant has to be caught
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_i1_to_i6_i9_i12_hold_whatever_fails(seed):
+    """See `simulation.truth`, `history` and `world`: i1 i2 i3 i4 i5 i6 i7 i9 i12, with clocks off by up to an hour."""
+    result = simulate(seed, setup_of(seed))
+    assert result.violations == [], "\n".join([*result.tail[-40:], *result.violations])
+
+
+def test_much_happens_in_these_runs():
+    """What the runs above are made of; a simulation in which nothing goes wrong shows nothing."""
+    counts = simulate(SEEDS[0], setup_of(SEEDS[0])).counts
+    for what in ("acknowledged", "failed", "unknown", "crashes", "pauses", "stalls", "lost", "late", "collections", "deleted"):
+        assert counts[what] > 0, what
+
+
+def test_the_same_seed_is_the_same_run():
+    """To the last request and answer, in another process, whatever the order of its hash tables."""
+
+    def digest(seed, hashes):
+        command = [sys.executable, RUN, "--round", str(seed), "--digest"]
+        return subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": hashes}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    first = digest(5, "1")
+    assert first == digest(5, "2") == simulate(5, setup_of(5)).digest
+    assert first != digest(6, "1")
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_code_is_caught(name):
+    with broken(name) as mutant:
+        rates = Rates.lossy() if mutant.lossy else Rates()
+        for seed in range(1, BOUND + 1):
+            violations = simulate(seed, Setup(seconds=60.0, rates=rates)).violations
+            if violations:
+                assert violations[0].split(":")[0] in mutant.rules, violations
+                return
+    pytest.fail(f"{name} ({mutant.about}) was not noticed in {BOUND} runs")
