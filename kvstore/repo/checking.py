@@ -168,10 +168,10 @@ class Check:
                     Named(head, manifest_key, index, name, copy),
                 )
 
-    async def _still_named(self, head_key: str, manifest: str) -> bool:
-        """Whether a head names it even now: others commit while we look."""
+    async def _still_named(self, head_key: str, manifest: str, n: int = 0) -> bool:
+        """Whether a head names it even now, and at least `n` blocks of it: others commit and rewind while we look."""
         position = await self._repo.heads.read(head_key)
-        return position is not None and manifest in _longest(position.head)
+        return position is not None and _longest(position.head).get(manifest, -1) >= n
 
     async def _stored_manifests(self) -> None:
         async for page in self._root.store.list(self._keys.manifests()):
@@ -209,7 +209,7 @@ class Check:
         named = self._blocks[key]
         if not isinstance(await self._root.store.head(key), Absent):
             return  # it was stored while the listing went on
-        if await self._still_named(named.head, named.manifest.rpartition("/")[2]):
+        if await self._still_named(named.head, named.manifest.rpartition("/")[2], named.index + 1):
             self._damage("block_missing", key, f"block {named.index} of {named.manifest}")
 
     async def _inspect(self, entry: tuple[ObjectMeta, Named]) -> None:

@@ -13,7 +13,7 @@ from kvstore.model import Head, dump, parse
 from kvstore.objects import CREATE, OVERWRITE, Crash, Fault, Faults, MemoryStore
 from kvstore.repo.fsck import fsck
 from kvstore.repo.heads import swapped
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny
+from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
 
@@ -215,6 +215,21 @@ async def test_fsck_beside_a_writer_and_a_collector_raises_no_false_alarm(memory
 
     *_, runs = await asyncio.gather(writer(), collector(), checker())
     assert runs > 1
+
+
+async def test_blocks_that_a_rewind_gave_up_while_fsck_looked_are_not_missing(memory, clock, shelf):
+    """Found by the simulation: the manifest is still named, and fewer blocks of it."""
+    store = Faults(memory, clock=clock)
+    async with opened(store, clock, history=0) as checker, opened(memory, clock, SeededIds(2), history=0) as node:
+        await commit(node, shelf, "s", range(16), 0, NS)
+        held = Fault(action="stall", verb="get", key="*/manifests/*")
+        store.script.append(held)
+        checking = asyncio.create_task(fsck(checker))
+        await until(lambda: not held.times)
+        await node.sessions.rewind("default", "s", tokens=4)
+        await collect(node, now=True)
+        store.release.set()
+        assert (await checking).findings == []
 
 
 async def test_what_a_head_and_its_manifest_disagree_on_is_an_error(repo, other, memory, shelf):
