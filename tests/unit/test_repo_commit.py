@@ -456,6 +456,29 @@ async def test_i4_a_writer_that_was_stopped_meets_another_session_of_that_name_a
     assert (await commit(repo, shelf, "s", range(100, 112), 1, NS)).version == 2  # and now it knows which session it means
 
 
+async def test_i4_a_node_that_only_knew_the_name_refuses_what_was_built_on_an_earlier_session_of_it(repo, other, shelf):
+    """Found by the simulation: it had read the earlier session, and never written to it."""
+    await commit(other, shelf, "s", range(8), 0, NS)
+    assert (await repo.sessions.get("default", "s", NS.id, "main")).version == 1
+    await other.sessions.delete("default", "s", NS.id, "main")
+    await commit(other, shelf, "s", range(100, 108), 0, NS)
+    with pytest.raises(Conflict):
+        await commit(repo, shelf, "s", range(12), 1, NS, lane="main")
+    assert (await other.sessions.get("default", "s", NS.id, "main")).tokens == 8
+
+
+@pytest.mark.parametrize("base", [0, 1])
+async def test_a_retry_that_meets_its_own_commit_in_a_session_made_again_is_acknowledged(repo, other, shelf, base):
+    """Found by the simulation: the first try went through another node, and this one still knew an earlier session of the name."""
+    await commit(repo, shelf, "s", range(100, 108), 0, NS)
+    await other.sessions.delete("default", "s", NS.id, "main")
+    if base:
+        await commit(other, shelf, "s", range(8), 0, NS, lane="main")
+    first = await commit(other, shelf, "s", range(12), base, NS, lane="main", write_id="e" * 32)
+    again = await commit(repo, shelf, "s", range(12), base, NS, lane="main", write_id="e" * 32)
+    assert (again.version, again.tokens) == (first.version, 12)
+
+
 async def test_creators_of_one_name_end_in_one_session(memory, clock, shelf):
     async def creator(number: int) -> int:
         async with opened(memory, clock, SeededIds(50 + number)) as node:
