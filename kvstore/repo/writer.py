@@ -154,10 +154,12 @@ class Writer:
                 try:
                     return await self._into(place.tenant, name, commit)
                 except Gone as gone:
+                    if gone.facts.get("landed"):
+                        raise  # it was made, and deleted since, whatever became of the name
                     if await self._named(key) != name:
                         await self._made_again(place, proposal)
                         continue
-                    if proposal.base or gone.facts.get("landed"):
+                    if proposal.base:
                         raise
             elif proposal.base:
                 raise NotFound(

@@ -425,6 +425,19 @@ async def test_a_commit_that_landed_before_the_session_was_deleted_does_not_brin
         await repo.sessions.get("default", "s", NS.id, "main")
 
 
+async def test_i2_a_create_that_landed_is_not_made_again_when_a_later_session_of_that_name_is_gone_too(repo, other, shelf):
+    """Found by the simulation."""
+    await commit(repo, shelf, "s", range(8), 0, NS, lane="main", write_id="d" * 32)
+    for _ in range(2):
+        await other.sessions.delete("default", "s", NS.id, "main")
+        await commit(other, shelf, "s", range(100, 108), 0, NS)
+    await other.sessions.delete("default", "s", NS.id, "main")
+    with pytest.raises(Gone):
+        await commit(repo, shelf, "s", range(8), 0, NS, lane="main", write_id="d" * 32)
+    with pytest.raises(Gone):
+        await repo.sessions.get("default", "s", NS.id, "main")
+
+
 async def test_i4_a_stale_writer_never_touches_a_later_session_of_that_name(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(repo, shelf, "s", range(12), 1, NS)

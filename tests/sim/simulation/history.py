@@ -1,6 +1,7 @@
 """What was asked, what was answered, and whether that can be true."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound, Overloaded, TooManyBranches, Unavailable
 
@@ -138,7 +139,7 @@ class History:
             if op.kind != "commit":
                 continue
             effects = [effect for effect in truth.effects.get(op.id, ()) if op.key in truth.branches[effect.branch].names]
-            if len(effects) > 1:
+            if len(effects) > 1 and not self._forgotten(op, effects):
                 self._world.violation("I2", f"{op} took effect {len(effects)} times: {[effect[:3] for effect in effects]}")
             lasting = [effect for effect in effects if truth.branches[effect.branch].gone > op.end]
             if lasting and op.outcome == NO and op.durability == "bucket":
@@ -147,6 +148,14 @@ class History:
                 if op.base and effect.branch != op.branch:
                     self._world.count("of a later session")  # `base` is a number: a node cannot tell what it is a version of
         self._reachable()
+
+    def _forgotten(self, op, effects):
+        """Whether each effect was in a session that nothing but a later session of that name remembers: a node cannot know of it."""
+        for earlier, later in pairwise(effects):
+            meant = [name.branch for when, name in self._world.truth.names[op.key] if earlier.when < when < later.when]
+            if self._world.truth.branches[earlier.branch].gone > later.when or meant[-1:] == [earlier.branch]:
+                return False
+        return True
 
     def _reachable(self):
         truth = self._world.truth
