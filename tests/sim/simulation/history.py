@@ -97,9 +97,8 @@ class History:
             self._committed(op, answer)
         elif op.kind in {"create", "fork", "detach", "get", "touch", "pin", "rewind", "restore"}:
             self._shown(op, answer)
-        elif op.kind == "delete":
-            if not self._world.truth.meant(op.key, op.start, op.end)[1]:
-                self._world.violation("I4", f"{op}: the session is still there")
+        elif op.kind == "delete" and not self._world.truth.meant(op.key, op.start, op.end)[1]:
+            self._world.violation("I4", f"{op}: the session is still there")
 
     def committed(self, op, receipt):
         """What the bucket acknowledged, also behind a caller who had its answer already."""
@@ -150,7 +149,7 @@ class History:
         self._reachable()
 
     def _forgotten(self, op, effects):
-        """Whether each effect was in a session that nothing but a later session of that name remembers: a node cannot know of it."""
+        """Whether no node can know of the earlier effects: those sessions are gone, and their name has meant another one since."""
         for earlier, later in pairwise(effects):
             meant = [name.branch for when, name in self._world.truth.names[op.key] if earlier.when < when < later.when]
             if self._world.truth.branches[earlier.branch].gone > later.when or meant[-1:] == [earlier.branch]:
