@@ -9,6 +9,7 @@ learns now and then where the blocks of its tenants' prefixes are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Final
 
 from kvstore.api import Session
@@ -57,8 +58,9 @@ async def publish(
     """
     name = PREFIX + (as_ or session).removeprefix(PREFIX)
     made = await repo.sessions.fork(tenant, session, namespace, lane, name, version=version, ttl=0, pinned=True, tokens=tokens)
-    _, manifest = await repo.sessions.resolve(tenant, made.id, made.namespace, made.lane)
-    _remember(repo, manifest, _MOST_COPIES)
+    with suppress(Unavailable):  # it is published; this node learns of it as the others do
+        _, manifest = await repo.sessions.resolve(tenant, made.id, made.namespace, made.lane)
+        _remember(repo, manifest, _MOST_COPIES)
     return made
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore import api
 from kvstore.clock import SeededIds, VirtualClock
-from kvstore.errors import AlreadyExists, Gone, Invalid
+from kvstore.errors import AlreadyExists, Gone, Invalid, Unavailable
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import Collector, CollectSettings, collect
 from kvstore.lifecycle.removal import drop_namespace
@@ -81,22 +81,27 @@ async def test_what_was_used_is_copied_forward_so_that_even_a_node_that_learnt_n
         assert await fresh.origin.contains(wants(shelf, SYSTEM)) == 4
 
 
-async def test_a_node_keeps_learning(other, repo, shelf):
+async def test_a_node_keeps_learning_and_waits_for_a_bucket_that_is_away(repo, other, shelf):
+    await commit(repo, shelf, "origin", SYSTEM, 0, NS)
     moments = []
+
+    def reached():
+        if not moments:
+            raise Unavailable("not reached yet")
+        return other
 
     class Clock(VirtualClock):
         async def sleep(self, seconds):
             moments.append(seconds)
-            if len(moments) == 1:
-                await commit(repo, shelf, "origin", SYSTEM, 0, NS)
+            if len(moments) == 2:  # it has looked once, in vain
                 await publish(repo, "default", "origin")
                 await collect(repo, now=True)
-            elif len(moments) == 2:
+            elif len(moments) == 3:
                 raise asyncio.CancelledError
 
     with suppress(asyncio.CancelledError):
-        await keep_learning(lambda: other, ["default"], Clock())
-    assert moments == [LEARN_EVERY_S] * 2
+        await keep_learning(reached, ["default"], Clock())
+    assert moments == [5, LEARN_EVERY_S, LEARN_EVERY_S]
     assert await other.origin.contains(wants(shelf, SYSTEM)) == 4
 
 
