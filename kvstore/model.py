@@ -20,6 +20,9 @@ _Hex64 = msgspec.Meta(pattern="^[0-9a-f]{64}$", min_length=64, max_length=64)
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]  # what every JSON implementation reads exactly
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 
+# `gc=False` below: a node caches thousands of these. They are trees of immutable values and in no cycle, so that the garbage
+# collector, which stops everything while it looks, has no reason to walk them.
+
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """`format.json`: what wrote this root, and what its store was seen to guarantee."""
@@ -38,7 +41,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     write: str = ""
 
 
-class Version(msgspec.Struct, frozen=True, kw_only=True):
+class Version(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An older version of a branch that is still named, hence alive."""
 
     seq: _Natural
@@ -47,7 +50,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-class Branch(msgspec.Struct, frozen=True, kw_only=True):
+class Branch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A session: the first `n` blocks of a manifest.
 
     Attributes:
@@ -73,7 +76,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Version, ...] = ()
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The register `heads/<tenant>/<family>`: a session and its forks.
 
     Attributes:
@@ -96,7 +99,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     branches: dict[str, Branch] = {}
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True):
+class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One stored object of a block: which shard (index into the manifest's `shards`), its generation and its size."""
 
     shard: _Natural
@@ -105,7 +108,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     header_bytes: _Natural
 
 
-class BlockRef(msgspec.Struct, frozen=True):
+class BlockRef(msgspec.Struct, frozen=True, gc=False):
     """A block as a manifest names it."""
 
     prefix_id: Annotated[PrefixId, _Hex64]
@@ -113,7 +116,7 @@ class BlockRef(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`manifests/<tenant>/<family>/<gen>-<id>`: immutable; the blocks of one version, in prefix order.
 
     Attributes:
