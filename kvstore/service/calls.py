@@ -114,7 +114,7 @@ class Service:
         if not 0 <= (request.hold_ms or 0) <= MAX_HOLD_MS:
             raise Invalid(f"hold_ms must be 0 to {MAX_HOLD_MS}")
         if request.tier == "device":
-            raise Unsupported("tier 'device' is memory of an engine's own process: only a store embedded in it can restore there")
+            raise Unsupported("tier 'device' is memory of an engine's own process, which no node can reach: restore to 'dram'")
         if request.tier == "nvme" and not self.settings.nvme.path:
             raise Unsupported("tier 'nvme' needs a disk tier: set [nvme] path")
         for shard in request.shards:

@@ -102,15 +102,15 @@ class _Staging:
 
     def finish(self) -> None:
         """It ended: hold what is staged, for the time that was asked."""
-        dram = self._stack.dram
-        if self._request.tier != "dram" or not self._hold_s:
-            dram.let_go(self._owner)
-        elif self._staged:
-            dram.hold(self._owner, [], seconds=self._hold_s, yielding=self._ticket.speculative)
+        if not self._hold_s:
+            self.give_up()
+        elif self._staged and self._request.tier == "dram":
+            self._stack.dram.hold(self._owner, [], seconds=self._hold_s, yielding=self._ticket.speculative)
 
     def give_up(self) -> None:
         """It was cancelled, or failed: what is staged stays, and may go."""
-        self._stack.dram.let_go(self._owner)
+        if self._request.tier == "dram":
+            self._stack.dram.let_go(self._owner)
 
     def release(self) -> None:
         """Nothing stays leased."""
