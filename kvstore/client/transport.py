@@ -16,8 +16,8 @@ Fill: TypeAlias = Callable[[int, memoryview], None]
 GRACE_S: Final = 0.25  # past its deadline an answer gets this long to arrive, before the client calls it a miss
 PATIENCE_S: Final = 60.0
 START: Final = "start one with `kvtier up` or `kvtier serve`, or correct the URL"  # where no node listens
-_SLOW: Final = {"commit": 300.0, "collect": 3600.0}
-_HARMLESS: Final = frozenset({"restore", "lookup", "put_namespace"})  # besides GET: asking again does no harm
+_SLOW: Final = {"commit": 300.0, "collect": 3600.0, "delete_namespace": 3600.0, "delete_tenant": 3600.0}
+_HARMLESS: Final = frozenset({"restore", "lookup", "put_namespace", "delete_namespace", "delete_tenant"})  # besides GET: asking again does no harm
 
 
 class Transport(Protocol):
