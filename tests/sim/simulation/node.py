@@ -91,14 +91,12 @@ class Node:
         while not self.world.closed:
             number += 1
             self.life = Life(self.world, self, number)
-            living = asyncio.create_task(self._live(self.life))
+            living = self.life.start(self._live(self.life))
             await asyncio.wait({living, self.life.ended}, return_when=asyncio.FIRST_COMPLETED)
-            while not living.done():  # the dead finish nothing: neither their work nor the closing of it
-                living.cancel()
-                await asyncio.sleep(0.001)
             if not self.life.dead:
                 self.world.violation("defect", f"{self.life} ended: {living.exception()!r}")
                 return
+            await self.life.buried()
             self.up.clear()
             self.repo = self.commits = self.shelf = None
             await asyncio.sleep(self.world.random.uniform(0.1, 5))
@@ -124,8 +122,7 @@ class Node:
         """Run `work(node)` in this life of the node. Its answer or error; None where the node died under it."""
         await self.up.wait()
         life = self.life
-        task = asyncio.create_task(work(self))
-        task.add_done_callback(_looked_at)
+        task = life.start(work(self))
         try:
             await asyncio.wait({task, life.ended}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # whoever asked has left
@@ -157,8 +154,3 @@ def request_of(op, world, links, *, ttl, write_id):
         labels={"op": str(op.id)},
         write_id=write_id,
     )
-
-
-def _looked_at(task):
-    if not task.cancelled():
-        task.exception()

@@ -5,6 +5,7 @@ the world's one source of randomness. Requests are the network's: they go on whe
 """
 
 import asyncio
+import contextvars
 import hashlib
 import math
 from dataclasses import dataclass
@@ -200,6 +201,19 @@ def _spread(share, low, high):
     return low * math.exp(share * math.log(high / low))
 
 
+LIFE = contextvars.ContextVar("LIFE", default=None)
+
+
+def task_of_its_life(loop, work, **options):
+    """A task factory: whatever a node's code starts ends with that life of the node."""
+    task, context = asyncio.Task(work, loop=loop, **options), options.get("context")
+    life = LIFE.get() if context is None else context.get(LIFE)
+    if life is not None:
+        life.tasks[task] = None
+        task.add_done_callback(life.tasks.pop)
+    return task
+
+
 class Life:
     """From one start of a node to its end. All its code waits either for an answer or for its clock, and both stop with it."""
 
@@ -207,7 +221,7 @@ class Life:
         self.world, self.node, self.number = world, node, number
         self.dead = False
         self.until = 0.0  # standing still until then
-        self.waiting = {}  # in order
+        self.waiting, self.tasks = {}, {}  # in order
         self.ended = asyncio.get_running_loop().create_future()
 
     def __str__(self):
@@ -216,6 +230,14 @@ class Life:
     def alive(self):
         if self.dead:
             raise Crash(f"{self} is dead")
+
+    def start(self, work):
+        """Run something as the node's own."""
+        token = LIFE.set(self)
+        task = asyncio.get_running_loop().create_task(work)
+        LIFE.reset(token)
+        task.add_done_callback(lambda over: over.cancelled() or over.exception())  # looked at: whoever asked may have left
+        return task
 
     def expect(self):
         future = asyncio.get_running_loop().create_future()
@@ -235,6 +257,14 @@ class Life:
                 future.exception()
         if not self.ended.done():
             self.ended.set_result(None)
+
+    async def buried(self):
+        """Wait until nothing of it is left. The dead finish nothing: neither their work nor the closing of it."""
+        await self.ended
+        while self.tasks:
+            for task in list(self.tasks):
+                task.cancel()
+            await asyncio.sleep(0.001)
 
     async def sleep(self, seconds):
         """Real seconds of the world, and as long as the node stands still."""

@@ -1,6 +1,7 @@
 """One seed, one run: nodes, users and collectors on one store; then quiet, two collections, and the last judgement."""
 
 import asyncio
+import contextvars
 import hashlib
 import logging
 import random as randomness  # noqa: TID251  seeded below
@@ -20,7 +21,7 @@ from simulation.history import History
 from simulation.library import Library
 from simulation.node import Node
 from simulation.truth import Truth
-from simulation.wire import Life, Rates, StoreClock, Wire, digest, draw
+from simulation.wire import Life, Rates, StoreClock, Wire, digest, draw, task_of_its_life
 
 TAIL = 400
 
@@ -76,6 +77,7 @@ class World:
 
     async def run(self):
         asyncio.get_running_loop().set_exception_handler(self._defect)
+        asyncio.get_running_loop().set_task_factory(task_of_its_life)
         self.nodes = [Node(self, f"n{number}") for number in range(self.setup.nodes)]
         users = [User(self, number) for number in range(self.setup.users)]
         collectors = [Collector(self, self.nodes[number % len(self.nodes)]) for number in range(self.setup.collectors)]
@@ -163,7 +165,7 @@ class World:
         return draw(self.random, self.setup.rates if self.faulty else Rates.none(), isinstance(mode, Create | Update))
 
     def carry(self, request):
-        task = asyncio.create_task(request)
+        task = asyncio.create_task(request, context=contextvars.Context())  # the network's own
         self._carried.add(task)
         task.add_done_callback(self._arrived)
 
