@@ -48,7 +48,7 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
     yield _credentials(credentials)
     sound = True
     async with S3Store.open(where) as store:
-        async for finding in _store(store, Keys(url.path)):
+        async for finding in _store(store, Keys(url.path), where):
             sound = sound and finding.status != "fail"
             yield finding
     if sound:
@@ -61,12 +61,17 @@ def _credentials(found: Credentials) -> Finding:
     return Finding(name="credentials", status="ok", detail=f"{kind}: {shown}")
 
 
-async def _store(store: ObjectStore, keys: Keys) -> AsyncIterator[Finding]:
+async def _store(store: ObjectStore, keys: Keys, where: S3Settings) -> AsyncIterator[Finding]:
     clock, ids = SystemClock(), RandomIds()
     try:
         found = await probe(store, keys.probe(ids.new()), clock, ids)
     except KVTierError as error:
-        yield _failed("guarantees", error)
+        if error.kind in {"unavailable", "timeout"}:  # whose usual remedy is to ask the doctor
+            service = where.endpoint or f"AWS in {where.region}"
+            remedy = f"see that the store runs at {service}, and that this host can reach it; or correct store.url"
+            yield Finding(name="guarantees", status="fail", detail=f"{error.kind}: {error.message}", remedy=remedy)
+        else:
+            yield _failed("guarantees", error)
         return
     yield Finding(
         name="guarantees", status="ok", detail="conditional writes, strong reads and lists hold; one of several writers wins"

@@ -89,6 +89,7 @@ def test_a_store_that_is_out_of_reach(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     found = doctor("s3://bucket/x?endpoint=http://127.0.0.1:9", code=1)
     assert found["guarantees"]["detail"].startswith("unavailable: ")
+    assert "http://127.0.0.1:9" in found["guarantees"]["remedy"]
 
 
 class Careless(MemoryStore):
