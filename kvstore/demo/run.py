@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -172,8 +172,16 @@ class Demo:
     def _say(self, text: str) -> None:
         self._console.print(f"[green]✓[/green] {text}", highlight=False)
 
-    def _busy(self, text: str) -> Any:
-        return self._console.status(text)
+    def _busy(self, text: str) -> AbstractContextManager[object]:
+        return _busy(self._console, text)
+
+
+def _busy(console: Console, text: str) -> AbstractContextManager[object]:
+    """A spinner; in a file or pipe a line, as nobody should take a minute's work for a hang."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(f"  {text}", highlight=False, markup=False)
+    return nullcontext()
 
 
 def _same(resumed: dict[str, Any], expected: Expected, kv: str) -> bool:
@@ -200,7 +208,7 @@ def stage(console: Console) -> Iterator[Demo]:
             )
         store = SeaweedFS.launch(folder / "store")
         lifetime.callback(store.stop)
-        with console.status("starting an S3 server (SeaweedFS)"):
+        with _busy(console, "starting an S3 server (SeaweedFS)"):
             store.wait_ready()
         environment = {
             "KVTIER_STORE_URL": f"s3://{store.bucket}/demo?endpoint={store.endpoint}",
@@ -217,7 +225,7 @@ def main() -> NoReturn:
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda caught, _: sys.exit(128 + caught))
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())
     try:
         with stage(console) as demo:
             found = demo.run()
