@@ -11,7 +11,9 @@ from kvstore.api import Dropped, NamespaceInfo
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
+from kvstore.client import SyncClient
 from kvstore.errors import EXIT_FAILED, Invalid, NotFound
+from kvstore.ids import is_hex_id
 
 YesOption: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -65,7 +67,7 @@ def rm(
     May be repeated, and interrupted. What a node commits to it meanwhile, or later, stays.
     """
     with open_sync(url) as kv:
-        found = _the_one(kv.list_namespaces().namespaces, namespace)
+        found = the_one(kv, namespace)
         if not yes:
             typer.confirm(f"Drop every session of {found.fields.model} {found.fields.revision[:16]}?", abort=True, err=True)
         dropped = kv.delete_namespace(found.namespace)
@@ -83,11 +85,16 @@ def print_dropped(dropped: Dropped, form: Format) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _the_one(known: list[NamespaceInfo], wanted: str) -> NamespaceInfo:
-    """The namespace of an id, or of its beginning as `ls` shows it. Raises `NotFound`, `Invalid`."""
-    found = [info for info in known if info.namespace.startswith(wanted)] if wanted else []
+def the_one(kv: SyncClient, wanted: str) -> NamespaceInfo:
+    """The namespace of an id, or of its beginning as tables show it. Raises `NotFound`, `Invalid`."""
+    found = [info for info in kv.list_namespaces().namespaces if info.namespace.startswith(wanted)] if wanted else []
     if not found:
         raise NotFound(f"there is no namespace {wanted!r}", remedy="`kvtier namespaces ls` lists them")
     if len(found) > 1:
         raise Invalid(f"{len(found)} namespaces begin with {wanted!r}: say more of the id")
     return found[0]
+
+
+def whole(kv: SyncClient, wanted: str) -> str:
+    """What `--namespace` says, as a whole id; empty where it says nothing. Raises as `the_one`."""
+    return wanted if not wanted or is_hex_id(wanted) else the_one(kv, wanted).namespace

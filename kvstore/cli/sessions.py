@@ -12,6 +12,7 @@ import typer
 from kvstore import open_sync
 from kvstore.api import Event, Priority, RestoreStatus, Session, Target
 from kvstore.cli import output
+from kvstore.cli.namespaces import whole
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.client import SyncClient
@@ -27,7 +28,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at sess
 
 Id: TypeAlias = Annotated[str, typer.Argument(metavar="ID", help="Session id.")]
 NamespaceOption: TypeAlias = Annotated[
-    str, typer.Option("--namespace", help="Which of the id's namespaces; the only one by default.", metavar="ID")
+    str,
+    typer.Option(
+        "--namespace", help="Which of the id's namespaces, or the beginning of it; the only one by default.", metavar="ID"
+    ),
 ]
 LaneOption: TypeAlias = Annotated[str, typer.Option("--lane", help="Which of the id's lanes; the only one by default.")]
 TtlOption: TypeAlias = Annotated[str, typer.Option("--ttl", help="Time to live: 30m, 12h, 7d; 0 is for ever.", metavar="TIME")]
@@ -74,7 +78,7 @@ def create(
     """Create an empty session."""
     labels = dict(_label(text) for text in label or [])
     with open_sync(url) as kv:
-        known = namespace if is_hex_id(namespace) else _publish_namespace(kv, Path(namespace))
+        known = _known(kv, namespace)
         _print_session(kv.create_session(id, namespace=known, lane=lane, ttl_s=_seconds(ttl), sliding=sliding, labels=labels), form)
 
 
@@ -89,7 +93,7 @@ def show(
 ) -> None:
     """Show one session."""
     with open_sync(url) as kv:
-        _print_session(kv.get_session(id, namespace=namespace, lane=lane), form)
+        _print_session(kv.get_session(id, namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command()
@@ -103,7 +107,7 @@ def versions(
 ) -> None:
     """List the versions that can still be restored, newest first."""
     with open_sync(url) as kv:
-        found = kv.versions(id, namespace=namespace, lane=lane).versions
+        found = kv.versions(id, namespace=whole(kv, namespace), lane=lane).versions
     if form is Format.json:
         for version in found:
             output.print_json(version)
@@ -144,7 +148,7 @@ def restore(
     with open_sync(url) as kv:
         status = kv.restore(
             id,
-            namespace=namespace,
+            namespace=whole(kv, namespace),
             lane=lane,
             version=version,
             tier=_tier(tier),
@@ -180,7 +184,7 @@ def hint(
     """Say what is about to happen to a session, so that its blocks are in memory when they are needed. Only advice."""
     in_s = float(parse_seconds(in_, "--in")) if in_ else None
     with open_sync(url) as kv:
-        hinted = kv.hint(id, event=_event(event), at=at, in_s=in_s, namespace=namespace, lane=lane)
+        hinted = kv.hint(id, event=_event(event), at=at, in_s=in_s, namespace=whole(kv, namespace), lane=lane)
     if form is Format.json:
         output.print_json(hinted)
     else:
@@ -201,7 +205,7 @@ def fork(
 ) -> None:
     """Make a second session that begins as this one. No blocks move."""
     with open_sync(url) as kv:
-        _print_session(kv.fork(id, as_=new, version=version, ttl_s=_seconds(ttl), namespace=namespace, lane=lane), form)
+        _print_session(kv.fork(id, as_=new, version=version, ttl_s=_seconds(ttl), namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command()
@@ -219,7 +223,7 @@ def rewind(
     if (version is None) == (tokens is None):
         raise Invalid("rewind needs exactly one of --version and --tokens")
     with open_sync(url) as kv:
-        _print_session(kv.rewind(id, version=version, tokens=tokens, namespace=namespace, lane=lane), form)
+        _print_session(kv.rewind(id, version=version, tokens=tokens, namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command()
@@ -234,7 +238,7 @@ def touch(
 ) -> None:
     """Renew a session's time to live."""
     with open_sync(url) as kv:
-        _print_session(kv.touch(id, ttl_s=_seconds(ttl), namespace=namespace, lane=lane), form)
+        _print_session(kv.touch(id, ttl_s=_seconds(ttl), namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command()
@@ -248,7 +252,7 @@ def pin(
 ) -> None:
     """Never let it expire."""
     with open_sync(url) as kv:
-        _print_session(kv.pin(id, namespace=namespace, lane=lane), form)
+        _print_session(kv.pin(id, namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command()
@@ -262,7 +266,7 @@ def unpin(
 ) -> None:
     """Let it expire again."""
     with open_sync(url) as kv:
-        _print_session(kv.unpin(id, namespace=namespace, lane=lane), form)
+        _print_session(kv.unpin(id, namespace=whole(kv, namespace), lane=lane), form)
 
 
 @app.command("rm")
@@ -276,8 +280,9 @@ def rm(
 ) -> None:
     """Delete sessions. Their blocks go with the next collections (`kvtier collect`)."""
     with open_sync(url) as kv:
+        known = whole(kv, namespace)
         for one in ids:
-            kv.delete_session(one, namespace=namespace, lane=lane)
+            kv.delete_session(one, namespace=known, lane=lane)
             if form is Format.json:
                 output.print_json({"id": one, "deleted": True})
             else:
@@ -315,12 +320,19 @@ def _event(text: str) -> Event:
             raise Invalid(f"EVENT is {text!r}; it must be tool_start, tool_return, resume_at or final")
 
 
-def _publish_namespace(kv: SyncClient, path: Path) -> str:
-    """Makes the namespace of a JSON file known to the node; its id."""
+def _known(kv: SyncClient, text: str) -> str:
+    """The id of a namespace that the node knows: of an id, of its beginning, or of a JSON file, which is made known to it."""
+    path = Path(text)
+    if is_hex_id(text) or not path.exists():
+        try:
+            return whole(kv, text)
+        except NotFound:
+            raise NotFound(
+                f"--namespace {text} is neither a file nor the id of a known namespace",
+                remedy="`kvtier namespaces ls` shows what is known; a file holds the fields of a namespace as JSON",
+            ) from None
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=Namespace)
-    except FileNotFoundError:
-        raise NotFound(f"--namespace {path} is neither a namespace id (64 hex digits) nor a file") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise Invalid(f"--namespace {path} does not hold a namespace's fields as JSON: {error}") from None
     kv.put_namespace(fields.id, fields=fields)

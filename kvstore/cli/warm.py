@@ -8,6 +8,7 @@ import typer
 
 from kvstore import open_sync
 from kvstore.cli import output
+from kvstore.cli.namespaces import whole
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.errors import EXIT_FAILED
@@ -37,7 +38,7 @@ def warm(
     blocks from then on; `kvtier sessions rm warm/NAME` lets go of it.
     """
     with open_sync(url) as kv:
-        warmed = kv.warm(session, as_=as_, version=version, tokens=tokens, namespace=namespace, lane=lane)
+        warmed = kv.warm(session, as_=as_, version=version, tokens=tokens, namespace=whole(kv, namespace), lane=lane)
         status = kv.wait(warmed.restore_id)
     if form is Format.json:
         output.print_json(status)

@@ -54,6 +54,16 @@ def test_a_session_as_a_table_and_as_json(kvtier, chat):
     assert (found["id"], found["version"], found["tokens"], found["namespace"]) == ("chat", 2, 40, NAMESPACE.id)
 
 
+def test_a_namespace_is_named_by_what_the_tables_show_of_it(kvtier, chat):
+    [header, row] = rows(kvtier("sessions", "ls"))
+    shown = row[header.index("namespace") - len(header)]
+    assert shown == NAMESPACE.id[: len(shown)]
+    [found] = lines(kvtier("sessions", "show", chat, "--namespace", shown, "--format", "json"))
+    [made] = lines(kvtier("sessions", "create", "other", "--namespace", shown, "--format", "json"))
+    assert (found["namespace"], made["namespace"]) == (NAMESPACE.id, NAMESPACE.id)
+    assert "there is no namespace" in kvtier("sessions", "show", chat, "--namespace", "0" * 12, code=3).stderr
+
+
 def test_the_list_is_complete_over_pages_and_says_when_there_is_more(kvtier, url):
     with kvstore.open_sync(url) as kv:
         for number in range(7):
@@ -88,7 +98,7 @@ def test_restore_tells_what_is_where(kvtier, chat):
         (["sessions", "show", "nobody"], 3, "nobody"),
         (["sessions", "rm", "nobody"], 3, "nobody"),
         (["sessions", "fork", "chat", "chat"], 1, "chat"),
-        (["sessions", "create", "x", "--namespace", "/nowhere.json"], 3, "neither a namespace id"),
+        (["sessions", "create", "x", "--namespace", "/nowhere.json"], 3, "neither a file nor the id"),
         (["sessions", "create", "x", "--namespace", "0" * 64], 3, "0" * 64),
         (["sessions", "create", "x", "--namespace", "README.md"], 2, "does not hold a namespace's fields"),
         (["sessions", "create", "x", "--namespace", "0" * 64, "--label", "team"], 2, "team=search"),
