@@ -17,7 +17,8 @@ GRACE_S: Final = 0.25  # past its deadline an answer gets this long to arrive, b
 PATIENCE_S: Final = 60.0
 START: Final = "start one with `kvtier up` or `kvtier serve`, or correct the URL"  # where no node listens
 _SLOW: Final = {"commit": 300.0, "collect": 3600.0, "delete_namespace": 3600.0, "delete_tenant": 3600.0}
-_HARMLESS: Final = frozenset({"restore", "lookup", "put_namespace", "delete_namespace", "delete_tenant"})  # besides GET: asking again does no harm
+# Besides GET: asking again does no harm.
+_HARMLESS: Final = frozenset({"restore", "lookup", "put_namespace", "delete_namespace", "delete_tenant"})
 
 
 class Transport(Protocol):
