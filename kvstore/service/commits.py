@@ -2,7 +2,8 @@
 
 `bucket` is answered when the protocol has acknowledged it. `nvme` is answered when the blocks and the intent to commit them are on
 this machine's disk; the intent is replayed before the node is ready again. `dram` is answered at once and lost with the process.
-Behind the last two, one task per session commits in order, retrying while the store is out of reach.
+Behind the last two, one task per session commits in order. It gives a promise up only where the protocol has decided that it cannot
+land; whatever else goes wrong (the store, its credentials, this node's memory, a defect) is waited out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Protocol
 
 import msgspec
@@ -19,11 +21,13 @@ from kvstore import api
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Conflict, KVTierError, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Namespace
+from tiering import JournalFull
 
 log = logging.getLogger(__name__)
 MAX_PENDING: Final = 4096
 PATIENCE_S: Final = 60.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0
+_DECIDED: Final = frozenset({"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"})
 
 
 class Journal(Protocol):
@@ -76,12 +80,14 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Line:
-    """The pending commits of one session."""
+    """The pending commits of one session, and those that are about to be promised: one at a time, each checked against the last."""
 
     def __init__(self) -> None:
         self.intents: deque[Intent] = deque()
         self.task: asyncio.Task[None] | None = None
         self.moved = asyncio.Condition()
+        self.entrance = asyncio.Lock()
+        self.entering = 0
 
     def empty(self) -> bool:
         """Whether nothing of this session is pending."""
@@ -117,73 +123,106 @@ class Commits:
             Unsupported: `nvme` without a disk tier.
         """
         request = msgspec.structs.replace(request, write_id=request.write_id or self._ids.new(), durability=durability)
-        line = self._lines.get(_key(tenant, request))
         if durability == "bucket":
             if not await self.settle(tenant, request.id, self._clock.monotonic() + PATIENCE_S):
                 raise Unavailable(f"earlier commits of session {request.id!r} still wait for the bucket", kind="timeout")
             receipt = await self._counted(self._local.apply(tenant, request))
             return msgspec.structs.replace(receipt, durability="bucket")
-        if self._closing or self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} commits wait for the store; at most {MAX_PENDING}")
-        if line is not None and line.intents and request.base_version != line.intents[-1].request.base_version + 1:
-            raise Conflict(
-                f"session {request.id!r} is at version {line.intents[-1].request.base_version + 1} on this node",
-                current=line.intents[-1].request.base_version + 1,
-            )
-        fields = await self._local.fields(tenant, request.namespace)
-        intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now())
-        if durability == "nvme":
-            await self._keep(intent)
-        self._enqueue(intent)
-        return _promised(intent, durability)
+        async with self._entered(_key(tenant, request)) as line:
+            if any(pending.request == request for pending in line.intents):
+                return _promised(request, durability)  # a retry: it is the same commit
+            last = line.intents[-1].request.base_version + 1 if line.intents else None
+            if last is not None and request.base_version != last:
+                raise Conflict(f"session {request.id!r} is at version {last} on this node", current=last)
+            if self._closing or self._pending >= MAX_PENDING:
+                raise Overloaded(f"{self._pending} commits wait for the store; at most {MAX_PENDING}")
+            self._pending += 1
+            try:
+                fields = await self._local.fields(tenant, request.namespace)
+                intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now())
+                if durability == "nvme":
+                    await self._keep(intent)
+            except BaseException:
+                self._pending -= 1
+                raise
+            line.intents.append(intent)
+            self._start(line)
+        return _promised(request, durability)
+
+    @asynccontextmanager
+    async def _entered(self, key: tuple[str, str, str, str]) -> AsyncIterator[_Line]:
+        line = self._lines.setdefault(key, _Line())
+        line.entering += 1
+        try:
+            async with line.entrance:
+                yield line
+        finally:
+            line.entering -= 1
+            self._forget(key, line)
 
     async def _keep(self, intent: Intent) -> None:
         if self._journal is None:
             raise Unsupported("durability 'nvme' needs a disk tier: set [nvme] path")
         if not await self._local.secure(intent.tenant, intent.request):
             raise Unavailable("a block of this commit is in no local tier and not in the bucket: publish the blocks again")
-        await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
+        try:
+            await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
+        except BaseException as error:
+            await self._local.release(intent.tenant, intent.request)
+            if isinstance(error, JournalFull):
+                raise Overloaded(f"too many promised commits wait for the store: {error}") from None
+            if isinstance(error, OSError):
+                raise Unavailable(f"the disk tier did not take the promise: {error.strerror}") from error
+            raise
 
-    def _enqueue(self, intent: Intent) -> None:
-        line = self._lines.setdefault(_key(intent.tenant, intent.request), _Line())
-        line.intents.append(intent)
-        self._pending += 1
+    def _start(self, line: _Line) -> None:
         if line.task is None:
-            line.task = asyncio.create_task(self._work(_key(intent.tenant, intent.request), line))
+            line.task = asyncio.create_task(self._work(line))
 
-    async def _work(self, key: tuple[str, str, str, str], line: _Line) -> None:
-        while line.intents:
-            intent = line.intents[0]
-            done = await self._land(intent)
-            if not done:
-                break
+    async def _work(self, line: _Line) -> None:
+        key = _key(line.intents[0].tenant, line.intents[0].request)
+        while line.intents and await self._land(line.intents[0]):
             line.intents.popleft()
             self._pending -= 1
             async with line.moved:
                 line.moved.notify_all()
         line.task = None
-        if not line.intents:
-            self._lines.pop(key, None)
+        self._forget(key, line)
+
+    def _forget(self, key: tuple[str, str, str, str], line: _Line) -> None:
+        if not line.intents and not line.entering and self._lines.get(key) is line:
+            del self._lines[key]
 
     async def _land(self, intent: Intent) -> bool:
         """Commit until it is decided. False when the node closes first; the journal, where there is one, keeps the intent."""
         wait = _FIRST_WAIT
-        while True:
-            try:
-                await self._counted(self._local.apply(intent.tenant, intent.request))
-                break
-            except Unavailable as error:
-                if self._closing:
-                    return False
-                log.warning("commit of a session waits for the store: %s", error)
-                await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
-                wait = min(wait * 2, _LONGEST_WAIT)
-            except KVTierError as error:  # decided: it cannot land, and whoever committed has its answer already
-                log.warning("a commit acknowledged with durability %s was dropped: %s", intent.request.durability, error)
-                break
+        while not await self._decided(intent):
+            if self._closing:
+                return False
+            await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
+            wait = min(wait * 2, _LONGEST_WAIT)
         if self._journal is not None and intent.request.durability == "nvme":
-            await self._journal.remove(intent.request.write_id.encode())
+            try:
+                await self._journal.remove(intent.request.write_id.encode())
+            except OSError as error:  # the next life makes it again, which changes nothing
+                log.warning("a commit that has landed stays in the journal: %s", error)
             await self._local.release(intent.tenant, intent.request)
+        return True
+
+    async def _decided(self, intent: Intent) -> bool:
+        """Commit once; False where it may still land later."""
+        try:
+            await self._counted(self._local.apply(intent.tenant, intent.request))
+        except KVTierError as error:
+            if error.kind not in _DECIDED:
+                log.warning("commit of a session waits: %s", error)
+                return False
+            # It cannot land, and whoever committed has its answer already.
+            log.warning("a commit acknowledged with durability %s was dropped: %s", intent.request.durability, error)
+        except Exception:  # a defect must not end the task: whoever waits for this session would wait for ever
+            log.exception("commit of a session failed, and is tried again")
+            self.outcomes["internal"] += 1
+            return False
         return True
 
     async def _counted(self, commit: Awaitable[api.Receipt]) -> api.Receipt:
@@ -223,10 +262,19 @@ class Commits:
                 log.warning("a commit promised by an earlier life cannot be read (%s): %s", key.decode(errors="replace"), error)
                 self.outcomes["unreadable"] += 1
         found.sort(key=_age)
-        for intent in found:
-            self._local.learn(intent.fields)
-            await self._local.secure(intent.tenant, intent.request)
-            self._enqueue(intent)
+        lines: dict[tuple[str, str, str, str], _Line] = {}
+        async with AsyncExitStack() as entered:
+            for intent in found:  # without waiting for anything: what is committed from now on comes behind them
+                self._local.learn(intent.fields)
+                session = _key(intent.tenant, intent.request)
+                if session not in lines:
+                    lines[session] = await entered.enter_async_context(self._entered(session))
+                lines[session].intents.append(intent)
+                self._pending += 1
+            for intent in found:
+                await self._local.secure(intent.tenant, intent.request)
+            for line in lines.values():
+                self._start(line)
         return len(found)
 
     async def drain(self, seconds: float) -> int:
@@ -250,8 +298,7 @@ def _age(intent: Intent) -> tuple[float, int]:
     return intent.at, intent.request.base_version
 
 
-def _promised(intent: Intent, durability: api.Durability) -> api.Receipt:
-    request = intent.request
+def _promised(request: api.Commit, durability: api.Durability) -> api.Receipt:
     return api.Receipt(
         id=request.id,
         namespace=request.namespace,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvstore import api
+from kvstore.errors import Unavailable
 from kvstore.ids import BlockName, Namespace, Shard
 from kvstore.repo import Proposal, want
 from kvstore.service.bucket import Bucket
 from kvstore.service.plane import Plane, block_wants
 from kvstore.service.registry import Registry
-from tiering import DiskTier, Lease, Reach, Want
+from tiering import DiskTier, Lease, Miss, Reach, Want
+
+_GONE: Final = frozenset({Miss.ABSENT, Miss.CORRUPT})
 
 
 class LocalCommits:
@@ -30,13 +35,18 @@ class LocalCommits:
         self._registry.learn(fields)
 
     async def apply(self, tenant: str, request: api.Commit) -> api.Receipt:
-        """The protocol's commit, reading blocks from the local tiers only. Raises as `Repo.commit` does."""
+        """The protocol's commit, reading blocks from the local tiers only. Raises as `Repo.commit` does.
+
+        What was promised with `nvme` is not cut because memory is full at the moment: it raises `Unavailable`.
+        """
         fields = await self._registry.get(tenant, request.namespace)
         stack = self._plane.tiers(tenant).stack
 
         async def source(name: BlockName) -> Lease | None:
-            found = await stack.get_many([want(fields, name)], reach=Reach.DISK)
-            return found[0] if isinstance(found[0], Lease) else None
+            found = (await stack.get_many([want(fields, name)], reach=Reach.DISK))[0]
+            if request.durability == "nvme" and isinstance(found, Miss) and found not in _GONE:
+                raise Unavailable(f"a block of a promised commit cannot be read now: {found.value}")
+            return found if isinstance(found, Lease) else None
 
         await self._bucket.repo.put_namespace(fields)  # the client may have named it while the bucket was out of reach
         proposal = Proposal(
@@ -59,12 +69,15 @@ class LocalCommits:
         wants = await self._wants(tenant, request)
         keys = [one.key for one in wants]
         self._disk.hold(keys)
-        durable = await self._plane.tiers(tenant).stack.flush(wants)
-        elsewhere = [one for one, kept in zip(wants, durable, strict=True) if not kept]
-        if not elsewhere or await self._bucket.contains(elsewhere) == len(elsewhere):
-            return True
-        self._disk.release(keys)
-        return False
+        kept = False
+        try:
+            durable = await self._plane.tiers(tenant).stack.flush(wants)
+            elsewhere = [one for one, here in zip(wants, durable, strict=True) if not here]
+            kept = not elsewhere or await self._bucket.contains(elsewhere) == len(elsewhere)
+        finally:
+            if not kept:
+                self._disk.release(keys)
+        return kept
 
     async def release(self, tenant: str, request: api.Commit) -> None:
         """Let the blocks of a commit be evicted again."""

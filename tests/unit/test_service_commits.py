@@ -1,0 +1,211 @@
+"""Commits promised before they are in the bucket: what was acknowledged is kept, in order, until the protocol has decided."""
+
+import asyncio
+
+import msgspec
+import pytest
+from fakes.kv import publish
+from fakes.service import ME, NS, links, node
+
+from kvstore import api
+from kvstore.clock import RandomIds, SystemClock
+from kvstore.errors import Closed, Conflict, Corrupt, Denied, Gone, Invalid, Overloaded, Unavailable, Unsupported
+from kvstore.ids import Shard
+from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.service.commits import Commits, Intent
+from tiering import JournalFull
+
+
+class Disk:
+    """A journal. `refuses`: what `put` raises; `keeps`: what `remove` raises."""
+
+    def __init__(self):
+        self.records, self.refuses, self.keeps = {}, None, None
+
+    async def put(self, key, body):
+        await asyncio.sleep(0)
+        if self.refuses:
+            raise self.refuses
+        self.records[key] = body
+
+    def items(self):
+        return sorted(self.records.items())
+
+    async def remove(self, key):
+        if self.keeps:
+            raise self.keeps
+        self.records.pop(key, None)
+
+
+class Bucket:
+    """What commits end in. `errors`: raised by the first so many; `held`: commits whose blocks are protected."""
+
+    def __init__(self, *errors):
+        self.errors, self.landed, self.held = list(errors), [], 0
+
+    async def fields(self, tenant, namespace):
+        await asyncio.sleep(0)
+        return NS
+
+    def learn(self, fields):
+        pass
+
+    async def secure(self, tenant, request):
+        self.held += 1
+        await asyncio.sleep(0)
+        return True
+
+    async def release(self, tenant, request):
+        self.held -= 1
+
+    async def apply(self, tenant, request):
+        if self.errors:
+            raise self.errors.pop(0)
+        self.landed.append(request.base_version)
+        version = request.base_version + 1
+        return api.Receipt(
+            id="s", namespace=NS.id, lane="main", version=version, tokens=16, blocks=1, durability="bucket", cut=False
+        )
+
+
+def made(bucket, disk=None):
+    return Commits(bucket, disk, SystemClock(), RandomIds())
+
+
+def commit_of(base=0, blocks=1, **fields):
+    return api.Commit(id="s", namespace=NS.id, base_version=base, blocks=links(blocks), **fields)
+
+
+async def landed(commits):
+    return await commits.settle(ME, "s", SystemClock().monotonic() + 20)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Denied("rotating", kind="expired_credentials"),
+        Denied("no", kind="access_denied"),
+        Invalid("moved", kind="wrong_region"),
+        Overloaded("no room in flight"),
+        Corrupt("a proxy's error page"),
+        Closed("the store was closed"),
+        Unsupported("newer", kind="unknown_format"),
+        Unavailable("away"),
+        OSError(5, "input/output error"),
+        RuntimeError("a defect"),
+    ],
+)
+async def test_what_was_promised_waits_for_everything_but_a_decision(error):
+    bucket, disk = Bucket(error), Disk()
+    commits = made(bucket, disk)
+    await commits.commit(ME, commit_of(), "nvme")
+    assert len(disk.records) == 1
+    assert await landed(commits)
+    assert (bucket.landed, bucket.held, disk.records, commits.pending) == ([0], 0, {}, 0)
+
+
+@pytest.mark.parametrize("error", [Conflict("moved"), Gone("deleted"), Invalid("too long")])
+async def test_what_the_protocol_has_decided_is_given_up_and_counted(error):
+    bucket, disk = Bucket(error), Disk()
+    commits = made(bucket, disk)
+    await commits.commit(ME, commit_of(), "nvme")
+    assert await landed(commits)
+    assert (bucket.landed, bucket.held, disk.records) == ([], 0, {})
+    assert commits.outcomes[error.kind] == 1
+
+
+async def test_a_journal_that_cannot_be_cleared_stops_no_session():
+    bucket, disk = Bucket(), Disk()
+    disk.keeps = OSError(28, "No space left on device")
+    commits = made(bucket, disk)
+    for base in range(3):
+        await commits.commit(ME, commit_of(base), "nvme")
+        assert await landed(commits)
+    assert (bucket.landed, bucket.held, commits.pending) == ([0, 1, 2], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"), [(OSError(28, "No space left on device"), Unavailable), (JournalFull("64 MiB"), Overloaded)]
+)
+async def test_a_promise_that_the_disk_does_not_take_is_refused_and_protects_nothing(refusal, error):
+    bucket, disk = Bucket(), Disk()
+    disk.refuses = refusal
+    commits = made(bucket, disk)
+    with pytest.raises(error):
+        await commits.commit(ME, commit_of(), "nvme")
+    assert (bucket.held, commits.pending) == (0, 0)
+    disk.refuses = None
+    assert (await commits.commit(ME, commit_of(), "nvme")).version == 1
+
+
+async def test_of_two_promises_on_one_version_at_once_one_is_refused():
+    bucket = Bucket(*[Unavailable("away")] * 2)
+    commits = made(bucket, Disk())
+    outcomes = await asyncio.gather(*(commits.commit(ME, commit_of(0, n + 1), "nvme") for n in range(5)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [api.Receipt, *[Conflict] * 4]
+    assert await landed(commits)
+    assert bucket.landed == [0]
+
+
+async def test_promises_made_without_waiting_for_each_other_land_in_order():
+    bucket = Bucket(*[Unavailable("away")] * 2)
+    commits = made(bucket, Disk())
+    await asyncio.gather(*(commits.commit(ME, commit_of(base, base + 1), "nvme") for base in range(8)))
+    assert await landed(commits)
+    assert bucket.landed == list(range(8))
+
+
+async def test_a_promise_that_is_asked_for_again_is_the_same_one():
+    bucket, disk = Bucket(*[Unavailable("away")] * 2), Disk()
+    commits = made(bucket, disk)
+    first = await commits.commit(ME, commit_of(write_id="a" * 32), "nvme")
+    assert await commits.commit(ME, commit_of(write_id="a" * 32), "nvme") == first
+    assert commits.pending == 1
+    assert await landed(commits)
+    assert bucket.landed == [0]
+
+
+async def test_what_is_committed_during_a_replay_comes_behind_it():
+    bucket, disk = Bucket(), Disk()
+    for base in range(2):
+        request = commit_of(base, base + 1, write_id=f"{base}" * 32, durability="nvme")
+        intent = Intent(tenant=ME, request=request, fields=NS, at=float(base))
+        disk.records[request.write_id.encode()] = msgspec.msgpack.encode(intent)
+    commits = made(bucket, disk)
+    replaying = asyncio.create_task(commits.replay())
+    await asyncio.sleep(0)
+    await commits.commit(ME, commit_of(2, 3), "nvme")
+    with pytest.raises(Conflict):
+        await commits.commit(ME, commit_of(0), "nvme")
+    assert await replaying == 2
+    assert await landed(commits)
+    assert (bucket.landed, bucket.held) == ([0, 1, 2], 0)
+
+
+async def test_a_promise_is_not_cut_because_memory_is_full(tmp_path):
+    store, mine = Faults(MemoryStore()), links(8)
+    async with node(store, tmp_path, dram__size="1MiB") as service:
+        assert all(await publish(service, ME, NS, mine))
+        store.script += [Fault(action="before", verb="put", times=100_000)]
+        await service.call(ME, "commit", commit_of(blocks=8, durability="nvme"))
+        leases = await _everything(service)
+        store.script.clear()
+        await asyncio.sleep(1)
+        stats = await service.call(ME, "stats", api.Nothing())
+        assert (stats.commits["pending"], stats.commits.get("cut", 0)) == (1, 0)
+        for lease in leases:
+            lease.release()
+        session = await service.call(ME, "get_session", api.OfSession(id="s"))
+        assert (session.version, session.tokens) == (1, 128)
+
+
+async def _everything(service):
+    """Leases on all memory there is."""
+    leases = []
+    for first in range(10, 1000):
+        [link] = links(1, first=first)
+        if not (await publish(service, ME, NS, [link]))[0]:
+            return leases
+        found, _ = await service.plane.get(ME, NS.id, Shard(), [link], deadline_ms=0, reach="dram")
+        leases += found
+    raise AssertionError("there is no end to it")
