@@ -8,7 +8,7 @@ A node computes no KV, so this program does: it commits the prompt's whole block
 that never expires, and deletes the session. Prompts that begin with the same tokens find the blocks from then on, in
 examples/hf_session.py or any engine with the same model; a prompt of less than a block (256 tokens) has none to share.
 
-Needs kvtier[hf]. HF_MODEL, KVTIER_URL: as in examples/hf_session.py.
+Needs kvtier[node,hf]. HF_MODEL, KVTIER_URL: as in examples/hf_session.py.
 """
 
 import os
