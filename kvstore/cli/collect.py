@@ -86,9 +86,10 @@ def _tell(doomed: api.Doomed) -> None:
 
 def _print(done: api.Collected) -> None:
     deleted = "to delete" if done.dry_run else "deleted"
+    swept = ("to seal", "to expire") if done.dry_run else ("sealed now", "expired")
     fields: dict[str, object] = {
         "epoch": done.epoch,
-        "heads": f"{done.heads:,} ({done.sealed:,} sealed now, {done.expired:,} sessions expired)",
+        "heads": f"{done.heads:,} ({done.sealed:,} {swept[0]}, {done.expired:,} sessions {swept[1]})",
         "manifests": f"{done.manifests_kept:,} kept, {done.manifests_deleted:,} {deleted}",
         "blocks": f"{done.blocks_kept:,} kept, {done.blocks_deleted:,} {deleted}",
         "freed": f"{output.size(done.bytes_deleted)} would be" if done.dry_run else output.size(done.bytes_deleted),
