@@ -213,7 +213,7 @@ class TierContract:
             await self._expect(tier, 1, 5000)
 
     async def test_used_never_passes_the_limit_and_the_least_recent_goes_first(self) -> None:
-        """Ten values in room for four; a read makes recent."""
+        """I8: ten values in room for four; a read makes recent."""
         async with self.open(4 * 10_000) as tier:
             for n in range(4):
                 await self._put(tier, n, 10_000)
@@ -272,7 +272,7 @@ class TierContract:
             assert await tier.evict(1) == 0
 
     async def test_leased_bytes_stay_while_everything_else_moves(self) -> None:
-        """Twenty times the limit goes through; the leased value does not change."""
+        """I8: twenty times the limit goes through; the leased value does not change."""
         async with self.open(50_000) as tier:
             await self._put(tier, 0, 10_000)
             (lease,) = await tier.get_many([want_of(0, 10_000)])

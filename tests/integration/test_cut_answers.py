@@ -50,7 +50,7 @@ def outcomes(answers, refusal):
 
 @pytest.mark.seaweed
 @pytest.mark.timeout(300)
-async def test_a_cut_answer_is_neither_a_false_conflict_nor_a_false_success(racers, watcher):
+async def test_i2_i3_a_cut_answer_is_neither_a_false_conflict_nor_a_false_success(racers, watcher):
     nodes, proxy = racers
     lot, shelf = random.Random(20), Shelf()
     proxy.cuts = lambda method, path: method == "PUT" and ("/heads/" in path or "/names/" in path) and lot.random() < CUT

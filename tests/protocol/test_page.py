@@ -20,8 +20,15 @@ def test_every_test_named_exists(named):
 def test_every_invariant_has_a_test():
     rows = re.findall(r"^\| (I\d+) \|.*\|$", PAGE, re.MULTILINE)
     assert rows == [f"I{n}" for n in range(1, 13)]
-    for row in re.findall(r"^\| I\d+ \|.*\|$", PAGE, re.MULTILINE):
-        assert "::" in row.split("|")[-2], row
+    for number, row in enumerate(re.findall(r"^\| I\d+ \|.*\|$", PAGE, re.MULTILINE), 1):
+        named = re.findall(r"`((?:tests|tiering)/[\w/]+\.py)::(\w+)`", row.split("|")[-2])
+        assert any(re.search(rf"\bi{number}\b", said_by(*test)) for test in named), f"no test of I{number} names it"
+
+
+def said_by(path, name):
+    """A test's name and docstring, as words."""
+    definition = re.search(rf'def {name}\([^\n]*\n(\s+"""(.*?)""")?', (ROOT / path).read_text(), re.DOTALL)
+    return f"{name} {definition[2] or ''}".replace("_", " ").lower()
 
 
 def test_the_models_tables_are_those_of_the_code():
