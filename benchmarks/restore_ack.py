@@ -3,7 +3,7 @@
 Three processes: the node (`kvtier serve`), the load (collections one after the other, and so many restores always under way, of
 more bytes than the DRAM tier has), and this one, which asks. Baseline, in the same run: the call `health` by the same client.
 
-    python benchmarks/restore_ack.py [--store memory|seaweed] [--heads 10000] [--restores 50] [--samples 2000]
+    python benchmarks/restore_ack.py [--store memory|seaweed] [--heads 10000] [--restores 50] [--samples 1000]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NS = Namespace(
 )  # 257 KiB a block
 BLOCKS, DRAM = 24, "128MiB"  # of each big session; 50 of them have more than twice that
 AT_ONCE = 32
-PAUSE_S = 0.002
+PAUSE_S = 0.01  # so that what is asked adds little to the load
 DICE = np.random.default_rng(1)
 
 
@@ -175,7 +175,7 @@ if __name__ == "__main__":
     parser.add_argument("--store", choices=["memory", "seaweed"], default="memory")
     parser.add_argument("--heads", type=int, default=10_000)
     parser.add_argument("--restores", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
