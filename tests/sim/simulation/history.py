@@ -7,7 +7,8 @@ from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound,
 
 ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
 NO_BYTES = "bytes of this commit's first block"
-REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user
+REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user, who
+# may have begun on another node, where the same commit is still under way
 
 
 @dataclass
@@ -50,7 +51,8 @@ class History:
     def end(self, op, answer):
         """Its answer: a value, an error, or None where the node died before it gave one."""
         op.end, op.answer = self._world.now, answer
-        if answer is None or (isinstance(answer, Unavailable) and answer.kind in {"outcome_unknown", "timeout"}):
+        remade = isinstance(answer, Conflict) and REMADE in answer.message and len(set(op.lives)) > 1
+        if answer is None or remade or (isinstance(answer, Unavailable) and answer.kind in {"outcome_unknown", "timeout"}):
             op.outcome = UNKNOWN
         elif isinstance(answer, BaseException):
             op.outcome = NO
