@@ -34,6 +34,7 @@ QUESTIONS: Final = (
     "What does it cost to fork a conversation?",
 )
 NEEDED_BYTES: Final = 2 << 30
+WIDE: Final = 120  # columns where the output is no terminal: a file should get whole cells
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -239,7 +240,7 @@ def main() -> NoReturn:
         for line in lines(found):
             sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     else:
-        Console().print(table(found))
+        Console(width=None if sys.stdout.isatty() else WIDE).print(table(found))
     sys.exit(0 if found.identical else 1)
 
 

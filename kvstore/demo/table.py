@@ -58,7 +58,7 @@ def table(found: Found) -> Table:
     shown = Table(title=f"Time to first token after {found.tokens:,} tokens", title_style="bold")
     shown.add_column("session in")
     for heading in ("median", "range", "faster", "read"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", overflow="fold")  # a digit that is cut off would be a wrong number
     shown.add_column("from")
     shown.add_column("identical", justify="center")
     baseline = found.rows[0].median
