@@ -171,7 +171,7 @@ def parse_to_node(body: bytes) -> ToNode:
     """Raises `Corrupt`."""
     try:
         return _to_node.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Corrupt(f"not a message of this protocol: {error}") from None
 
 
@@ -179,5 +179,5 @@ def parse_to_client(body: bytes) -> ToClient:
     """Raises `Corrupt`."""
     try:
         return _to_client.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Corrupt(f"not a message of this protocol: {error}") from None

@@ -77,6 +77,6 @@ def _place(cursor: str, parts: int) -> tuple[int, str]:
     if not cursor:
         return 0, ""
     index, _, after = cursor.partition(".")
-    if not (index.isascii() and index.isdigit() and int(index) < parts and after):
+    if index not in map(str, range(parts)) or not after:
         raise Invalid("cursor must come from the page before")
     return int(index), after

@@ -13,14 +13,13 @@ from kvstore import api, wire
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Overloaded, Unavailable
 from kvstore.ids import Link, PrefixId, Shard
 from kvstore.server.inflight import READS
-from kvstore.server.limits import Limits
+from kvstore.server.limits import Limits, check_deadline
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Room, Service
 from kvstore.server.window import Window
 from tiering import Lease
 
 log = logging.getLogger(__name__)
-MAX_DEADLINE_MS: Final = 600_000
 _HIGH_WATER: Final = 1 << 20  # answers queued for a client that does not read, beyond which its requests wait
 
 
@@ -213,12 +212,11 @@ class Connection:
     # --- blocks ---
 
     async def _get(self, get: wire.Get) -> wire.Leased:
-        if not 0 <= get.deadline_ms <= MAX_DEADLINE_MS:
-            raise Invalid(f"deadline_ms is {get.deadline_ms}; it must be 0 to {MAX_DEADLINE_MS}")
+        deadline_ms = check_deadline(get.deadline_ms)
         links = [Link(PrefixId(text), tokens) for text, tokens in get.blocks]
         allowed = links[: max(0, self._limits.leases - len(self._leases))]
         leases, miss = await self._service.plane.get(
-            self._tenant, get.namespace, Shard.parse(get.shard), allowed, deadline_ms=get.deadline_ms, reach=get.reach
+            self._tenant, get.namespace, Shard.parse(get.shard), allowed, deadline_ms=deadline_ms, reach=get.reach
         )
         if not miss and len(allowed) < len(links):
             miss = "full"

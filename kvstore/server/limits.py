@@ -7,6 +7,9 @@ from typing import Final
 import msgspec
 
 from kvstore.config import Bytes, Seconds
+from kvstore.errors import Invalid
+
+MAX_DEADLINE_MS: Final = 600_000  # of a read
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,3 +39,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STANDARD: Final = Limits()
+
+
+def check_deadline(deadline_ms: int) -> int:
+    """The deadline of a read, unchanged. Raises `Invalid` where it is negative, or too far away to be one."""
+    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+        raise Invalid(f"deadline_ms is {deadline_ms}; it must be 0 to {MAX_DEADLINE_MS}")
+    return deadline_ms

@@ -92,6 +92,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 def _convert(fields: dict[str, Any], call: api.Call) -> api.Request:
     try:
-        return msgspec.convert(fields, call.request)
-    except (msgspec.ValidationError, RecursionError) as error:
+        request: api.Request = msgspec.convert(fields, call.request)
+        msgspec.msgpack.encode(request)  # JSON knows numbers of any size; what the socket could not carry is refused here, too
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         raise Invalid(f"{call.name}: {error}") from None
+    return request

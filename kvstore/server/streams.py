@@ -16,7 +16,7 @@ from kvstore import api, codec
 from kvstore.errors import Corrupt, Invalid, NotFound
 from kvstore.ids import Link, Shard, namespace_id, prefix_id
 from kvstore.server.inflight import InFlight
-from kvstore.server.limits import Limits
+from kvstore.server.limits import Limits, check_deadline
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Room, Service
 from kvstore.server.problems import problem_response
@@ -26,7 +26,7 @@ PATH: Final = "/v1/blocks/{namespace}/{shard}/{prefix_id}"
 MISS: Final = "X-KVTier-Miss"
 DEADLINE_MS: Final = 30_000
 _SLICE: Final = 256 << 10
-_RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
+_RANGE: Final = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 _DIGEST: Final = re.compile(r"blake3=:([A-Za-z0-9+/=]{44}):")
 
 
@@ -137,9 +137,11 @@ class Blocks:
 
 def _asked(request: web.Request) -> _Asked:
     try:
-        return msgspec.convert(dict(request.query), _Asked, strict=False)
+        asked = msgspec.convert(dict(request.query), _Asked, strict=False)
     except msgspec.ValidationError as error:
         raise Invalid(f"query: {error}") from None
+    check_deadline(asked.deadline_ms)
+    return asked
 
 
 def _name(request: web.Request, tokens: int) -> _Name:

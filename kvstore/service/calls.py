@@ -13,7 +13,7 @@ from kvstore import api
 from kvstore.clock import Clock, Ids
 from kvstore.config import Settings
 from kvstore.errors import Denied, Invalid, NotFound, Unsupported
-from kvstore.ids import Namespace, Shard, prefix_id
+from kvstore.ids import Namespace, prefix_id
 from kvstore.keys import check_id
 from kvstore.lifecycle.health import Health, StoreSigns
 from kvstore.lifecycle.removal import drop_namespace, drop_tenant
@@ -23,7 +23,7 @@ from kvstore.repo import Repo
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
 from kvstore.service.hinting import Hints
-from kvstore.service.plane import Plane
+from kvstore.service.plane import Plane, parse_shards
 from kvstore.service.registry import Registry
 from kvstore.service.restores import Restores
 from kvstore.service.staging import Resolved
@@ -117,8 +117,8 @@ class Service:
             raise Unsupported("tier 'device' is memory of an engine's own process, which no node can reach: restore to 'dram'")
         if request.tier == "nvme" and not self.settings.nvme.path:
             raise Unsupported("tier 'nvme' needs a disk tier: set [nvme] path")
-        for shard in request.shards:
-            Shard.parse(shard)
+        if request.shards:
+            parse_shards(request.shards)
         return self._restores.start(tenant, request)
 
     async def get_restore(self, tenant: str, request: api.GetRestore) -> api.RestoreStatus:
@@ -341,10 +341,7 @@ def check_commit(request: api.Commit, namespace: Namespace) -> None:
         raise Invalid(f"blocks has {len(request.blocks)} entries; it must have 1 to {api.MAX_BLOCKS}")
     if request.base_version < 0:
         raise Invalid("base_version must be at least 0")
-    if not 1 <= len(request.shards) <= 4096 or len(set(request.shards)) != len(request.shards):
-        raise Invalid("shards must be 1 to 4096 different names")
-    for shard in request.shards:
-        Shard.parse(shard)
+    parse_shards(request.shards)
     if request.write_id and not (len(request.write_id) == 32 and set(request.write_id) <= set("0123456789abcdef")):
         raise Invalid("write_id must be 32 lower-case hex digits")
     last = len(request.blocks) - 1

@@ -22,6 +22,8 @@ from tiering import DramSlot, DramTier, Flights, Lease, Miss, Movers, Origin, Re
 
 REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
 FARTHER: Final = list(REACH)
+MAX_SHARDS: Final = 4096
+_MOST_LOOKED_UP: Final = 8 * api.MAX_BLOCKS  # the loop looks at them in one go
 _LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
 
 
@@ -196,12 +198,14 @@ class Plane:
         deadline = self._clock.monotonic() + request.deadline_ms / 1000
         if len(request.prefix_ids) > api.MAX_BLOCKS:
             raise Invalid(f"prefix_ids has {len(request.prefix_ids)} entries; at most {api.MAX_BLOCKS}")
+        shards = parse_shards(request.shards)
+        if len(request.prefix_ids) * len(shards) > _MOST_LOOKED_UP:
+            raise Invalid(f"{len(request.prefix_ids)} prefix_ids of {len(shards)} shards; at most {_MOST_LOOKED_UP} together")
         fields = await self._fields(tenant, request.namespace, deadline)
         if isinstance(fields, Miss):
             self.reads.asked("lookup", 0, len(request.prefix_ids))
             return api.Found(run=0, tiers=[])
         links = [Link(prefix_id(text), fields.block_tokens) for text in request.prefix_ids]
-        shards = [Shard.parse(text) for text in request.shards]
         stack = self.tiers(tenant).stack
         places = [stack.locate([want.key for want in block_wants(fields, shard, links)]) for shard in shards]
         tiers: list[str] = []
@@ -259,6 +263,13 @@ class Plane:
 
     def _left(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+
+
+def parse_shards(texts: Sequence[str]) -> list[Shard]:
+    """Shards from outside. Raises `Invalid` for a wrong name, none, too many, or one that is named twice."""
+    if not 1 <= len(texts) <= MAX_SHARDS or len(set(texts)) != len(texts):
+        raise Invalid(f"shards must be 1 to {MAX_SHARDS} different names")
+    return [Shard.parse(text) for text in texts]
 
 
 def block_wants(

@@ -14,6 +14,7 @@ from kvstore.service.plane import block_wants
 from tiering import Lease, Miss, Want
 
 STEP: Final = 64  # blocks asked at once: enough to fill the link, few enough to report progress
+_AT_ONCE: Final = 1024  # shards of them, together: fewer blocks where each has very many
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ class Plan:
         self._sizes = {
             length: sum(codec.layout(self._namespace, shard, length).raw_bytes for shard, _ in self._shards) for length in lengths
         }
+        self._most = max(1, min(STEP, _AT_ONCE // max(1, len(self._shards))))
         self.size = sum(self._sizes[block.tokens] for block in self.blocks)
         self.tokens = sum(block.tokens for block in self.blocks)
 
@@ -76,9 +78,9 @@ class Plan:
         return len(self.blocks)
 
     def step(self, first: int, end: int, nbytes: int) -> Step:
-        """The blocks from `first` on, before `end`: at most `STEP`, and no more bytes than that, but at least one."""
+        """The blocks from `first` on, before `end`: as many as are asked at once, no more bytes than that, but at least one."""
         count, size = 0, 0
-        for block in self.blocks[first : min(first + STEP, end)]:
+        for block in self.blocks[first : min(first + self._most, end)]:
             size += self._sizes[block.tokens]
             if count and size > nbytes:
                 break
@@ -87,8 +89,8 @@ class Plan:
 
     def steps(self) -> Iterator[Step]:
         """All of it."""
-        for first in range(0, len(self.blocks), STEP):
-            yield self._rows(self.blocks[first : first + STEP])
+        for first in range(0, len(self.blocks), self._most):
+            yield self._rows(self.blocks[first : first + self._most])
 
     def _rows(self, blocks: Sequence[BlockRef]) -> Step:
         links = [Link(block.prefix_id, block.tokens) for block in blocks]
