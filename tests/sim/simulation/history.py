@@ -108,8 +108,10 @@ class History:
 
     def _committed(self, op, receipt):
         kept = op.tokens[: receipt.tokens]
-        found, _ = self._world.truth.meant(op.key, op.start, self._world.now)
-        for branch in found:
+        truth = self._world.truth
+        found, _ = truth.meant(op.key, op.start, self._world.now)
+        made = [truth.branches[effect.branch] for effect in truth.effects.get(op.id, ())]  # its time may be over before it has its name
+        for branch in (*found, *(each for each in made if op.key in each.names)):
             content = branch.versions.get(receipt.version)
             if content is None and not (receipt.version == 0 == op.base):
                 continue
