@@ -110,7 +110,7 @@ class History:
         kept = op.tokens[: receipt.tokens]
         truth = self._world.truth
         found, _ = truth.meant(op.key, op.start, self._world.now)
-        made = [truth.branches[effect.branch] for effect in truth.effects.get(op.id, ())]  # its time may be over before it has its name
+        made = [truth.branches[effect.branch] for effect in truth.effects.get(op.id, ())]  # it may be over before it has its name
         for branch in (*found, *(each for each in made if op.key in each.names)):
             content = branch.versions.get(receipt.version)
             if content is None and not (receipt.version == 0 == op.base):
