@@ -91,8 +91,7 @@ class Truth:
             self._head(life, key, parse(body, Head, key), now)
             self._fresh(key, body)
         elif self._keys.parse_name(key):
-            self._name(key, parse(body, Name, key), now)
-            self._fresh(key, body)
+            self._name(key, parse(body, Name, key), now)  # may repeat: whom it means is judged, and who is gone stays gone
         elif key == self._keys.epoch:
             epoch = parse(body, Epoch, key).epoch
             if epoch <= self.epoch:
