@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, Overloaded
 from kvstore.objects.answers import no_answer
 from kvstore.objects.base import Buffer
 from kvstore.objects.settings import Endpoint
@@ -89,6 +89,7 @@ class Sockets:
 
         Raises:
             Unavailable: No usable answer; kind `timeout` after the deadline.
+            Overloaded: No thread was free before the deadline; nothing was sent.
             Corrupt: The body is larger than `into`, or `limit`.
         """
         exchange = _Exchange(self, request, into, limit, deadline_s)
@@ -109,7 +110,9 @@ class Sockets:
             exchange.abort()
         if await until_over(ended):
             raise asyncio.CancelledError
-        if late and (ended.cancelled() or ended.exception() is not None):
+        if late and ended.cancelled():  # it never got its turn: the store has nothing to do with that
+            raise Overloaded(f"{exchange.name}: waited {deadline_s:.0f} s for one of {self._most} connections to the store")
+        if late and ended.exception() is not None:
             raise no_answer(exchange.name, f"no answer within {deadline_s:.0f} s", kind="timeout")
         return ended.result()
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvstore.clock import SeededIds, VirtualClock
-from kvstore.errors import Corrupt, Denied, Invalid, Unavailable, Unsupported
+from kvstore.errors import Corrupt, Denied, Invalid, Overloaded, Unavailable, Unsupported
 from kvstore.objects import (
     ABSENT,
     CREATE,
@@ -296,6 +296,19 @@ async def test_a_stalled_large_transfer_is_cut_at_its_deadline(fake_s3, fake_sto
         release.set()
         await asyncio.sleep(0.05)
         assert not any(buffer)
+
+
+async def test_a_request_that_never_got_its_turn_says_nothing_about_the_store(fake_s3, fake_store):
+    release = threading.Event()
+    async with fake_store(connections=1, timeout_s=0.5) as store:
+        fake_s3.on("*", times=1, until=release)
+        calls = [store.put("first", BIG * 2, CREATE), store.put("second", BIG, CREATE)]  # the larger one has the later deadline
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, Unavailable)
+        assert first.kind == "timeout"
+        assert isinstance(second, Overloaded)
+        assert [seen.key for seen in fake_s3.seen] == ["first"]
+        release.set()
 
 
 async def test_a_kept_connection_that_died_is_replaced(fake_s3, fake_store):
