@@ -129,15 +129,31 @@ class Writer:
         proposal = Proposal(namespace=fields, base=0, links=tuple(links_of(blocks)), shards=tuple(whole), labels=manifest.labels)
         return await self._new(place, proposal, source, start, blocks)
 
-    async def name(self, place: Place, family: str, branch: str) -> None:
-        """Make the id mean a branch that is in its head; where the id is taken, drop the branch. Raises `AlreadyExists`."""
+    async def name(self, place: Place, family: str, branch: str, write_id: str = "") -> None:
+        """Make the id mean a branch that is in its head; where it cannot, drop the branch.
+
+        Args:
+            place: The id.
+            family: Of the branch.
+            branch: Its id.
+            write_id: Of the commit that made the branch.
+
+        Raises:
+            AlreadyExists: The id is taken.
+            Gone: It meant what another try of this very commit made, and that was deleted since.
+        """
 
         async def alive(name: Name) -> bool:
-            return await self._finder.alive(place.tenant, name)
+            if await self._finder.alive(place.tenant, name):
+                return True
+            ended = self._families.heads.known(self._key(place.tenant, name.family))
+            if write_id and ended is not None and scoped(name.branch, write_id) in ended.head.recent:
+                raise Gone("this commit has landed, and the session was deleted since, or it expired", landed=1)
+            return False
 
         try:
             await self._finder.names.claim(self._finder.key(*place), place.session, family, branch, alive)
-        except AlreadyExists:
+        except (AlreadyExists, Gone):
             with contextlib.suppress(Gone, Unavailable):  # then it expires; `fsck` drops one that never does
                 await self._families.run(self._key(place.tenant, family), dropped(branch))
             raise
@@ -212,7 +228,7 @@ class Writer:
                 done = await self._families.run(self._key(place.tenant, family), commit)
             except Gone:
                 continue
-            await self.name(place, family, branch)
+            await self.name(place, family, branch, proposal.write_id)
             return done
         raise Unavailable("collections keep ending this session's new family: try again")
 

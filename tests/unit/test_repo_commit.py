@@ -438,6 +438,22 @@ async def test_i2_a_create_that_landed_is_not_made_again_when_a_later_session_of
         await repo.sessions.get("default", "s", NS.id, "main")
 
 
+async def test_i2_a_slow_try_does_not_make_again_what_a_quicker_one_made_and_somebody_deleted(repo, other, shelf, store, memory):
+    """Found by the simulation: two nodes make the same commit, as its user repeats it while the first try is under way."""
+    held = Fault(action="stall", verb="put", key="*/heads/*", skip=1)  # the branch, in a head that exists
+    store.script.append(held)
+    slow = asyncio.create_task(commit(repo, shelf, "s", range(8), 0, NS, lane="main", write_id="d" * 32))
+    await until(lambda: not held.times)
+    assert (await commit(other, shelf, "s", range(8), 0, NS, lane="main", write_id="d" * 32)).version == 1
+    await other.sessions.delete("default", "s", NS.id, "main")
+    store.release.set()
+    with pytest.raises(Gone):
+        await slow
+    with pytest.raises(Gone):
+        await other.sessions.get("default", "s", NS.id, "main")
+    assert not any(head.branches for key, body in bodies(memory).items() if "/heads/" in key and (head := parse(body, Head, key)))
+
+
 async def test_i4_a_stale_writer_never_touches_a_later_session_of_that_name(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(repo, shelf, "s", range(12), 1, NS)
