@@ -70,6 +70,7 @@ class DiskTier:
         self._catalog = Catalog(limit, files.placed, space=space, policy=policy, unlist=self._unlist, stats=self.stats)
         self._storing: dict[bytes, asyncio.Future[None]] = {}
         self._writers = asyncio.Semaphore(max(1, movers.threads // 2))  # readers always find a thread
+        self._lent: asyncio.Event | None = None  # set when a piece of the slab that is being written in advance is back
         self._at_work = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -270,8 +271,13 @@ class DiskTier:
         return True
 
     async def _place(self, want: Want) -> int | None:
-        while (offset := self._catalog.place(slot_length(want.size))) is None and self._catalog.make_way():
-            await self._index.commit([])  # room comes free when the index has caught up
+        while (offset := self._catalog.place(slot_length(want.size))) is None:
+            if self._lent is not None:  # a piece that is written in advance comes back in a moment: nothing need go for it
+                await self._lent.wait()
+            elif self._catalog.make_way():
+                await self._index.commit([])  # room comes free when the index has caught up
+            else:
+                break
         return offset
 
     def _write_slot(self, want: Want, offset: int, view: memoryview) -> Placed:
@@ -285,12 +291,15 @@ class DiskTier:
     async def _prewrite(self) -> None:
         try:
             while (piece := self._catalog.borrow(_PREWRITE_STEP)) is not None:
-                written = False
+                written, back = False, asyncio.Event()
+                self._lent = back
                 try:
                     await self._movers.run(self._slab.zero, *piece)
                     written = True
                 finally:
                     self._catalog.give_back(*piece, written=written)
+                    self._lent = None
+                    back.set()
             await self._index.commit([Change(META, _PREWRITTEN, b"%d" % self._slab.size)])
         except OSError as error:
             _log.warning("%s: stopped writing the new slab in advance: %s", self.name, error)

@@ -27,7 +27,7 @@ class Extents:
 
     Free extents are found by length through a sorted list of the distinct lengths, and their neighbours through their ends. The
     distinct lengths of pieces of n pages are at most sqrt(2n), so that list stays short: an operation costs O(log n)
-    comparisons. An allocation takes the start of an extent.
+    comparisons.
 
     Not synchronised: its owner calls it under the owner's own lock.
 
@@ -58,17 +58,24 @@ class Extents:
             raise ValueError(f"extents end at {at}, past {size}")
         self._insert(at, size - at)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Take the smallest free extent that holds `nbytes`, rounded up to a page. Returns its offset, or None."""
+    def allocate(self, nbytes: int, *, at_end: bool = False) -> int | None:
+        """Take room of `nbytes`, rounded up to a page, from the start (or end) of the smallest free extent that has it.
+
+        Returns:
+            Its offset, or None.
+        """
         length = rounded(nbytes)
         at = bisect_left(self._lengths, length)
         if length <= 0 or at == len(self._lengths):
             return None
         found = self._lengths[at]
-        offset = next(iter(self._starts[found]))
-        self._remove(offset)
-        self._insert(offset + length, found - length)
-        return offset
+        start = next(iter(self._starts[found]))
+        self._remove(start)
+        if at_end:
+            self._insert(start, found - length)
+            return start + found - length
+        self._insert(start + length, found - length)
+        return start
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give back what `allocate` returned, with the same length; neighbours grow together."""
@@ -86,13 +93,14 @@ class Extents:
         self._insert(offset, length)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take up to `nbytes` from the start of a largest free extent: (offset, length), or None where nothing is free."""
+        """Take up to `nbytes` from the end of a largest free extent: (offset, length), or None where nothing is free."""
         if not self._lengths:
             return None
         length = min(self._lengths[-1], rounded(nbytes))
-        offset = next(iter(self._starts[self._lengths[-1]]))
-        self._insert(offset + length, self._remove(offset) - length)
-        return offset, length
+        start = next(iter(self._starts[self._lengths[-1]]))
+        left = self._remove(start) - length
+        self._insert(start, left)
+        return start + left, length
 
     def _insert(self, start: int, length: int) -> None:
         if not length:

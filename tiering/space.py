@@ -30,10 +30,13 @@ class Space:
 
     def allocate(self, nbytes: int) -> int | None:
         """Take room for a slot; its offset, or None."""
-        for extents in (self._real, self._holes):
-            offset = extents.allocate(nbytes)
-            if offset is not None:
-                return offset
+        # Slots take holes from the near end, and holes are made real from the far one, so that what is left stays in one piece:
+        # hence real pages are taken at their end, beside the piece that becomes real next.
+        offset = self._real.allocate(nbytes, at_end=self._holes.free_bytes > 0)
+        if offset is None:
+            offset = self._holes.allocate(nbytes)
+        if offset is not None:
+            return offset
         if not self._holes.free_bytes:
             return None
         while (piece := self._holes.take(self._holes.size)) is not None:  # it may fit across the border of both

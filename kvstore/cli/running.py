@@ -15,7 +15,10 @@ from typing import Annotated, TypeAlias
 import msgspec
 import typer
 
+from kvstore.cli import output
+from kvstore.cli.machine import memory_limit
 from kvstore.config import Settings
+from kvstore.errors import Invalid
 from kvstore.node import Node
 from kvstore.server.app import HttpServer
 from kvstore.server.limits import Limits
@@ -63,6 +66,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
     Raises:
         KVTierError: As :meth:`kvstore.node.Node.open`, and where an address or socket path is taken.
     """
+    refuse_more_memory_than_there_is(settings)
     stop = _stop_on_signals()
     limits = Limits(connections=settings.limits.connections, window=settings.dram.window, drain=settings.limits.drain)
     async with Node.open(settings) as node, AsyncExitStack() as faces:
@@ -83,6 +87,17 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
         announce(Ready(node=node.service.node_id, url=url, http=http, store=settings.store.url, pid=os.getpid()))
         await stop.wait()
         typer.echo(f"stopping: what was accepted gets {settings.limits.drain} s to become durable (again: stop at once)", err=True)
+
+
+def refuse_more_memory_than_there_is(settings: Settings) -> None:
+    """An arena is shared memory, made real while the node serves: too large a one would end in the kernel's out-of-memory killer.
+
+    Raises:
+        Invalid: `dram.size` is more than what this process may still take.
+    """
+    left, by = memory_limit()
+    if settings.dram.size > left:
+        raise Invalid(f"dram.size is {output.size(settings.dram.size)}, and {by} leaves {output.size(left)}: lower dram.size")
 
 
 def _stop_on_signals() -> asyncio.Event:

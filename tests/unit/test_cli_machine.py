@@ -6,7 +6,9 @@ import pytest
 
 from kvstore.cli import machine
 from kvstore.cli.machine import examine, memory_limit
+from kvstore.cli.running import refuse_more_memory_than_there_is
 from kvstore.config import load
+from kvstore.errors import Invalid
 
 GIB = 1 << 30
 
@@ -103,3 +105,9 @@ def test_a_socket_path_the_kernel_would_cut_fails(tmp_path):
     assert findings(node__socket=str(tmp_path / "node.sock"))["socket"].status == "ok"
     assert findings(node__socket=str(tmp_path / ("x" * 120)))["socket"].status == "fail"
     assert findings(node__socket=str(tmp_path / "missing" / "node.sock"))["socket"].status == "fail"
+
+
+def test_an_arena_larger_than_what_is_left_is_refused_before_it_is_touched():
+    with pytest.raises(Invalid, match=r"dram\.size is .* lower dram\.size"):
+        refuse_more_memory_than_there_is(settings(dram__size="900TiB"))
+    refuse_more_memory_than_there_is(settings(dram__size="1MiB"))
