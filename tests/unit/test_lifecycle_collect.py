@@ -14,36 +14,10 @@ from kvstore.lifecycle.hints import CollectHint, UsageHint, read_hint
 from kvstore.lifecycle.reaping import REAP_S
 from kvstore.model import Branch, Head, parse
 from kvstore.objects import CREATE, Crash, Fault, Faults, MemoryStore
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
 NOW = api.Collect(now=True)
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def store(memory, clock):
-    return Faults(memory, clock=clock)
-
-
-@pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
-        yield repo
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 def count(memory, kind) -> int:

@@ -4,30 +4,15 @@ import asyncio
 
 import pytest
 
-from kvstore.clock import SeededIds, VirtualClock
+from kvstore.clock import SeededIds
 from kvstore.errors import Gone
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
-from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.objects import Fault, Faults
 from kvstore.repo import want
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 def keys_of(repo, shelf, tokens, gen=1):

@@ -12,39 +12,17 @@ from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import Collector, CollectSettings, collect
 from kvstore.lifecycle.removal import drop_namespace
 from kvstore.lifecycle.warm import LEARN_EVERY_S, keep_learning, learn, publish
-from kvstore.objects import MemoryStore
 from kvstore.repo import want
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny
 
 NS = tiny()
 SYSTEM = range(16)  # four blocks
 
 
 @pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
 async def repo(memory, clock):
     async with opened(memory, clock) as repo:
         yield repo
-
-
-@pytest.fixture
-async def other(memory, clock):
-    async with opened(memory, clock, SeededIds(2)) as other:
-        yield other
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 def wants(shelf, tokens, namespace=NS):

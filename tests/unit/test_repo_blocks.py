@@ -9,33 +9,12 @@ from kvstore.clock import SeededIds, VirtualClock
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
 from kvstore.model import Copy
-from kvstore.objects import CREATE, OVERWRITE, Absent, Fault, Faults, MemoryStore
+from kvstore.objects import CREATE, OVERWRITE, Absent, Fault, Faults
 from kvstore.repo import BlockWant, want
 from kvstore.repo.testing import ONE_SHARD, Shelf, bodies, broken, commit, opened, tiny, until
 from tiering import Miss, Want
 
 NS = tiny()
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def store(memory, clock):
-    return Faults(memory, clock=clock)
-
-
-@pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
-        yield repo
 
 
 @pytest.fixture

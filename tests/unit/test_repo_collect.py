@@ -4,49 +4,17 @@ import asyncio
 
 import pytest
 
-from kvstore.clock import SeededIds, VirtualClock
+from kvstore.clock import SeededIds
 from kvstore.errors import Corrupt, Unavailable, Unsupported
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
 from kvstore.model import Head, dump, parse
-from kvstore.objects import CREATE, OVERWRITE, Fault, Faults, MemoryStore
+from kvstore.objects import CREATE, OVERWRITE, Fault, Faults
 from kvstore.repo import want
 from kvstore.repo.heads import swapped
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def store(memory, clock):
-    return Faults(memory, clock=clock)
-
-
-@pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
-        yield repo
-
-
-@pytest.fixture
-async def other(memory, clock):
-    async with opened(memory, clock, SeededIds(2)) as other:
-        yield other
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 def heads_of(memory) -> list[Head]:

@@ -10,34 +10,13 @@ from kvstore.errors import Conflict, Gone, Invalid, NotFound, TooManyBranches
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
 from kvstore.model import Head, parse
-from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.objects import Fault
 from kvstore.repo import Proposal
 from kvstore.repo.heads import HISTORY_UNTIL
 from kvstore.repo.testing import ONE_SHARD, Shelf, bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
 TWO = ("t0of2.p0of1.g0", "t1of2.p0of1.g0")
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def store(memory, clock):
-    return Faults(memory, clock=clock)
-
-
-@pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
-        yield repo
 
 
 @pytest.fixture

@@ -33,16 +33,6 @@ class Meter:
 
 
 @pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
 def meter(memory, clock):
     return Meter(memory, clock)
 

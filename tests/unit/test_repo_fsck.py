@@ -6,43 +6,22 @@ import msgspec
 import pytest
 
 from kvstore import codec
-from kvstore.clock import SeededIds, VirtualClock
+from kvstore.clock import SeededIds
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
 from kvstore.model import Head, dump, parse
-from kvstore.objects import CREATE, OVERWRITE, Crash, Fault, Faults, MemoryStore
+from kvstore.objects import CREATE, OVERWRITE, Crash, Fault, Faults
 from kvstore.repo.fsck import fsck
 from kvstore.repo.heads import swapped
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
 
 
 @pytest.fixture
 async def repo(memory, clock):
     async with opened(memory, clock) as repo:
         yield repo
-
-
-@pytest.fixture
-async def other(memory, clock):
-    async with opened(memory, clock, SeededIds(2)) as other:
-        yield other
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 def keys_of(memory, kind) -> list[str]:

@@ -4,48 +4,16 @@ import asyncio
 
 import pytest
 
-from kvstore.clock import SeededIds, VirtualClock
+from kvstore.clock import SeededIds
 from kvstore.errors import AlreadyExists, Conflict, Denied, Gone, Unavailable
 from kvstore.lifecycle.collector import collect
 from kvstore.model import RECENT, Head, Name, parse
-from kvstore.objects import REFUSED, Fault, Faults, MemoryStore
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.objects import REFUSED, Fault, Faults
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
 SWAP = {"verb": "put", "key": "*/heads/*"}
 NAME = {"verb": "put", "key": "*/names/*"}
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
-
-
-@pytest.fixture
-def store(memory, clock):
-    return Faults(memory, clock=clock)
-
-
-@pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
-        yield repo
-
-
-@pytest.fixture
-async def other(memory, clock):
-    async with opened(memory, clock, SeededIds(2)) as other:
-        yield other
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 class Refuses:

@@ -7,37 +7,16 @@ import pytest
 from kvstore.clock import SeededIds, VirtualClock
 from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound
 from kvstore.lifecycle.collector import collect
-from kvstore.objects import Fault, Faults, MemoryStore
-from kvstore.repo.testing import Shelf, bodies, broken, commit, opened, tiny, until
+from kvstore.objects import Fault, Faults
+from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
-
-
-@pytest.fixture
-def memory(clock):
-    return MemoryStore(clock)
 
 
 @pytest.fixture
 async def repo(memory, clock):
     async with opened(memory, clock) as repo:
         yield repo
-
-
-@pytest.fixture
-async def other(memory, clock):
-    async with opened(memory, clock, SeededIds(2)) as other:
-        yield other
-
-
-@pytest.fixture
-def shelf():
-    return Shelf()
 
 
 async def tokens_of(repo, session="s", lane="main", version=0):
