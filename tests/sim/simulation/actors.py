@@ -66,6 +66,7 @@ class User:
                     self.world.library.fill(node.shelf, tenant, tokens)
                 return await node.commit(op, tenant, request, durability)
 
+            op.tries += 1
             answer = await self._asked(work)
             unknown = answer is None or isinstance(answer, Unavailable)
             if not unknown or self.random.random() < 0.4:

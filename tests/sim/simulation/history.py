@@ -7,8 +7,7 @@ from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound,
 
 ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
 NO_BYTES = "bytes of this commit's first block"
-REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user, who
-# may have begun on another node, where the same commit is still under way
+REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user
 
 
 @dataclass
@@ -26,6 +25,7 @@ class Op:
     branch: str = ""  # the branch that `base` is a version of, as far as the user knows
     durability: str = "bucket"
     lives: list = field(default_factory=list)  # the lives of nodes that worked on it
+    tries: int = 0
     end: float = float("inf")
     outcome: str = ""
     answer: object = None
@@ -51,8 +51,7 @@ class History:
     def end(self, op, answer):
         """Its answer: a value, an error, or None where the node died before it gave one."""
         op.end, op.answer = self._world.now, answer
-        remade = isinstance(answer, Conflict) and REMADE in answer.message and len(set(op.lives)) > 1
-        if answer is None or remade or (isinstance(answer, Unavailable) and answer.kind in {"outcome_unknown", "timeout"}):
+        if answer is None or self._undecided(op, answer):
             op.outcome = UNKNOWN
         elif isinstance(answer, BaseException):
             op.outcome = NO
@@ -62,6 +61,16 @@ class History:
             self._acknowledged(op, answer)
         self._world.count(op.outcome)
         self._world.note(f"{op}")
+
+    def _undecided(self, op, answer):
+        """Whether it may take effect in spite of its answer."""
+        match answer:
+            case Unavailable():
+                return answer.kind in {"outcome_unknown", "timeout"}
+            case Conflict() if op.kind == "commit" and op.tries > 1:
+                # An earlier try may be under way. It makes a session where the name is free by then, or goes on in the one it knows.
+                return op.base == 0 or REMADE in answer.message
+        return False
 
     def deleting(self, life, branch, now):
         """Whether somebody asked this life of a node to delete the branch."""
@@ -141,7 +150,11 @@ class History:
         for op in self.ops.values():
             if op.kind != "commit":
                 continue
-            effects = [effect for effect in truth.effects.get(op.id, ()) if op.key in truth.branches[effect.branch].names]
+            effects = [
+                effect
+                for effect in truth.effects.get(op.id, ())
+                if op.key in truth.branches[effect.branch].names and not self._detached(op, effect)
+            ]
             if len(effects) > 1 and not self._forgotten(op, effects):
                 self._world.violation("I2", f"{op} took effect {len(effects)} times: {[effect[:3] for effect in effects]}")
             lasting = [effect for effect in effects if truth.branches[effect.branch].gone > op.end]
@@ -151,6 +164,13 @@ class History:
                 if op.base and effect.branch != op.branch:
                     self._world.count("of a later session")  # `base` is a number: a node cannot tell what it is a version of
         self._reachable()
+
+    def _detached(self, op, effect):
+        """Whether a fork brought the version there, with its labels, by way of another session."""
+        return effect.seq == 1 and any(
+            other.kind == "detach" and other.key == op.key and effect.life in other.lives and other.start <= effect.when
+            for other in self.ops.values()
+        )
 
     def _forgotten(self, op, effects):
         """Whether no node can know of the earlier effects: those sessions are gone, and their name has meant another one since."""
