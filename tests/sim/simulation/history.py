@@ -68,7 +68,7 @@ class History:
             case Unavailable():
                 return answer.kind in {"outcome_unknown", "timeout"}
             case Conflict() if op.kind == "commit" and op.tries > 1:
-                # An earlier try may be under way. It makes a session where the name is free by then, or goes on in the one it knows.
+                # An earlier try may be under way: it makes a session once the name is free, or goes on in the one it knows.
                 return op.base == 0 or REMADE in answer.message
         return False
 
