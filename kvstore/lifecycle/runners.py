@@ -84,18 +84,35 @@ class Subprocess:
         self._closed = False
 
     async def run(self, job: Job, watch: Watch) -> api.Collected | None:
-        """See `Runner`. A process that dies or falls silent is `Unavailable`, and the next run starts another."""
+        """See `Runner`. A process that dies or falls silent is `Unavailable`, and the next run starts another.
+
+        One that was kept and had died before it heard of this job, unnoticed as yet, is replaced at once.
+        """
+        kept = self._process
         process = await self._started()
+        try:
+            return await self._work(process, job, watch)
+        except _DeafError:
+            await self._end()
+            if process is not kept:
+                raise
+        return await self.run(job, watch)
+
+    async def _work(self, process: asyncio.subprocess.Process, job: Job, watch: Watch) -> api.Collected | None:
+        heard = False
         try:
             await _send(process, job)
             while True:
-                event = await _event(process)
+                event = await _event(process, heard=heard)
+                heard = True
                 if isinstance(event, Progressed):
                     watch(Progress(**msgspec.structs.asdict(event)))
                 elif isinstance(event, Failed):
                     raise event.problem.error()
                 else:
                     return event.collected
+        except _DeafError:
+            raise
         except (asyncio.CancelledError, _LostError):
             await self._end()
             raise
@@ -148,16 +165,20 @@ class _LostError(Unavailable):
     """The process is of no more use."""
 
 
+class _DeafError(_LostError):
+    """It ended before it said anything about the job."""
+
+
 async def _send(process: asyncio.subprocess.Process, message: msgspec.Struct) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(msgspec.json.encode(message) + b"\n")
         await process.stdin.drain()
     except (BrokenPipeError, ConnectionResetError):
-        raise _LostError("the collector's process ended when it was given work") from None
+        raise _DeafError("the collector's process ended when it was given work") from None
 
 
-async def _event(process: asyncio.subprocess.Process) -> Event:
+async def _event(process: asyncio.subprocess.Process, *, heard: bool) -> Event:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(_SILENCE_S):
@@ -167,7 +188,8 @@ async def _event(process: asyncio.subprocess.Process) -> Event:
         raise _LostError(f"the collector's process said nothing for {_SILENCE_S:.0f} s, and was killed") from None
     if not line:
         status = await process.wait()
-        raise _LostError(f"the collector's process ended with status {status}; what it did so far stays, and the next run goes on")
+        lost = _LostError if heard else _DeafError
+        raise lost(f"the collector's process ended with status {status}; what it did so far stays, and the next run goes on")
     try:
         event: Event = msgspec.json.decode(line, type=Progressed | Ended | Failed)
     except msgspec.DecodeError as error:
