@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -24,6 +25,7 @@ from kvstore.server.ports import Service
 from kvstore.server.problems import Handler, problems
 from kvstore.server.routes import TENANT, call_routes
 from kvstore.server.streams import Blocks
+from kvstore.server.visitors import Visitors
 
 log = logging.getLogger(__name__)
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -36,10 +38,9 @@ class HttpServer:
         url: Where it listens, such as `http://127.0.0.1:7878`.
     """
 
-    def __init__(self, url: str, runner: web.AppRunner, site: web.TCPSite) -> None:
+    def __init__(self, url: str, listener: asyncio.Server) -> None:
         self.url = url
-        self._runner = runner
-        self._site = site  # and with it the listening server: uvloop stops accepting when nobody holds it
+        self._listener = listener  # uvloop stops accepting when nobody holds it
 
     @classmethod
     @asynccontextmanager
@@ -63,31 +64,47 @@ class HttpServer:
             raise Invalid(
                 f"node.listen is {listen!r}; without access tokens the HTTP API listens on loopback only: use 127.0.0.1:{port}"
             )
-        in_flight = InFlight()
-        app = application(service, in_flight, limits, metrics or Metrics(), host)
+        in_flight, visitors = InFlight(), Visitors(limits)
+        app = application(service, in_flight, limits, metrics or Metrics(), host, visitors)
         # A handler is cancelled when its client goes away; `in_flight` knows what must go on all the same.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=float(limits.drain), handler_cancellation=True)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
-            try:
-                await site.start()
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise Invalid(f"node.listen is {listen!r}: {error.strerror}") from None
-                raise AlreadyExists(f"{listen} is in use", remedy="stop what listens there, or set another [node] listen") from None
-            taken = runner.addresses[0][1]
-            yield cls(f"http://{f'[{host}]' if ':' in host else host}:{taken}", runner, site)
+            async with _listening(runner, visitors, host, port) as listener:
+                taken = listener.sockets[0].getsockname()[1]
+                yield cls(f"http://{f'[{host}]' if ':' in host else host}:{taken}", listener)
         finally:
             in_flight.stop()
             await runner.cleanup()
             await in_flight.drain(limits.drain)
 
 
-def application(service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, host: str) -> web.Application:
+@asynccontextmanager
+async def _listening(runner: web.AppRunner, visitors: Visitors, host: str, port: int) -> AsyncIterator[asyncio.Server]:
+    server = runner.server
+    assert server is not None
+    try:
+        listener = await asyncio.get_running_loop().create_server(visitors.entrance(server), host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise Invalid(f"node.listen is '{host}:{port}': {error.strerror}") from None
+        raise AlreadyExists(f"{host}:{port} is in use", remedy="stop what listens there, or set another [node] listen") from None
+    watching = asyncio.create_task(visitors.watch(server))
+    try:
+        yield listener
+    finally:
+        listener.close()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def application(
+    service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, host: str, visitors: Visitors
+) -> web.Application:
     """The routes behind the checks that every request passes."""
-    app = web.Application(middlewares=[problems, _host_check(host), _at_most(limits.requests)], client_max_size=limits.body)
-    app.add_routes(call_routes(service, in_flight, metrics.observe))
+    checks = [visitors.middleware(), problems, _host_check(host), _at_most(limits.requests)]
+    app = web.Application(middlewares=checks, client_max_size=limits.body)
+    app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
     app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])
     return app

@@ -19,12 +19,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         connections: On the Unix socket at a time.
         window: Write window of each connection.
         leases: Blocks that one connection holds at a time; a read beyond them is a shorter run (`full`).
-        hello: How long a connection may take to say who it is.
+        hello: How long a connection may take to say who it is, or over HTTP what it wants first.
         stall: How long an answer may wait for a client that does not read.
         drain: How long a stop waits for what was accepted.
-        requests: Of HTTP at a time, event streams included.
+        requests: Of HTTP at a time, event streams included; there may be twice as many connections.
         body: Of a JSON request.
-        upload: How long the body of a block may take to arrive.
+        upload: How long the body of a request may take to arrive.
     """
 
     connections: int = 64

@@ -71,14 +71,17 @@ class LocalServer:
         return sum(connection.leases for connection in self._connections)
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        loop, refusing = asyncio.get_running_loop(), False
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError:
-                log.exception("a connection could not be accepted")
+            except OSError as error:
+                if not refusing:  # said once, not ten times a second
+                    log.warning("connections cannot be accepted: %s", error)
+                refusing = True
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            refusing = False
             task = asyncio.create_task(self._serve(accepted))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, Final, get_origin
@@ -12,6 +13,7 @@ from aiohttp import web
 from kvstore import api
 from kvstore.errors import Invalid
 from kvstore.server.inflight import InFlight
+from kvstore.server.limits import Limits
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Service
 from kvstore.server.problems import Handler
@@ -21,10 +23,10 @@ _UNREADY: Final = 503
 _PARAMETER: Final = re.compile(r"\{(\w+)\}")
 
 
-def call_routes(service: Service, in_flight: InFlight, observe: Observe) -> list[web.RouteDef]:
+def call_routes(service: Service, in_flight: InFlight, limits: Limits, observe: Observe) -> list[web.RouteDef]:
     """A route for every call."""
     return [
-        web.route(call.method, pattern(call.path), _handler(call, service, in_flight, observe), name=call.name)
+        web.route(call.method, pattern(call.path), _handler(call, service, in_flight, limits, observe), name=call.name)
         for call in api.CALLS
     ]
 
@@ -34,12 +36,12 @@ def pattern(path: str) -> str:
     return _PARAMETER.sub(r"{\1:[^{}/]*}", path)
 
 
-def _handler(call: api.Call, service: Service, in_flight: InFlight, observe: Observe) -> Handler:
+def _handler(call: api.Call, service: Service, in_flight: InFlight, limits: Limits, observe: Observe) -> Handler:
     types = {field.encode_name: field.type for field in msgspec.structs.fields(call.request)}
 
     async def handle(request: web.Request) -> web.Response:
         with observed(observe, call.name):
-            fields = await _fields(request, types, call.name)
+            fields = await _fields(request, types, call.name, float(limits.upload))
             answer = await in_flight.run(call.name, service.call(TENANT, call.name, _convert(fields, call)))
         unready = isinstance(answer, api.Health) and not answer.ok
         return web.Response(
@@ -49,10 +51,10 @@ def _handler(call: api.Call, service: Service, in_flight: InFlight, observe: Obs
     return handle
 
 
-async def _fields(request: web.Request, types: Mapping[str, Any], name: str) -> dict[str, Any]:
+async def _fields(request: web.Request, types: Mapping[str, Any], name: str, patience_s: float) -> dict[str, Any]:
     """Everything the request says, by field. Raises `Invalid` for an unknown field, or one that is said twice differently."""
     fields: dict[str, Any] = dict(request.match_info)
-    said = {**_query(request, types, name), **await _body(request)}
+    said = {**_query(request, types, name), **await _body(request, patience_s)}
     for field, value in said.items():
         if field not in types:
             raise Invalid(f"unknown field {field[:64]!r} of {name}; known: {', '.join(types)}")
@@ -73,7 +75,7 @@ def _query(request: web.Request, types: Mapping[str, Any], name: str) -> dict[st
     return found
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request, patience_s: float) -> dict[str, Any]:
     """The JSON object; {} where there is no body. Its size is bounded by the application."""
     if request.method not in {"POST", "PUT"}:
         return {}
@@ -82,7 +84,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(reason="the content type must be application/json")
     try:
-        body = msgspec.json.decode(await request.read() or b"{}")
+        async with asyncio.timeout(patience_s):
+            text = await request.read()
+        body = msgspec.json.decode(text or b"{}")
+    except TimeoutError:
+        raise Invalid(f"the body did not arrive within {patience_s:.0f} s") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise Invalid(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

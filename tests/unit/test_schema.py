@@ -17,6 +17,7 @@ from kvstore.ids import Namespace
 from kvstore.server.app import application
 from kvstore.server.limits import Limits
 from kvstore.server.metrics import Metrics
+from kvstore.server.visitors import Visitors
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = sorted((ROOT / "schema").glob("*.schema.json"))
@@ -72,7 +73,7 @@ def test_openapi_has_every_call_and_every_parameter():
 
 
 async def test_openapi_has_every_route_of_the_server():
-    app = application(service=Mock(), in_flight=Mock(), limits=Limits(), metrics=Metrics(), host="127.0.0.1")
+    app = application(Mock(), Mock(), Limits(), Metrics(), "127.0.0.1", Visitors(Limits()))
     served = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
