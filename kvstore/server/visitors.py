@@ -22,7 +22,8 @@ class Visitors:
     """Bounds on who is connected. Without them a client that never ends its first line takes a descriptor for ever.
 
     Args:
-        limits: There may be two connections for each of `requests`, so that one too many can still be told so; `hello` is the time for a first request to arrive.
+        limits: There may be two connections for each of `requests`, so that one too many can still be told so; `hello` is the time
+            for a first request to arrive.
     """
 
     def __init__(self, limits: Limits) -> None:
