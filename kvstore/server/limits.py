@@ -23,7 +23,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         stall: How long an answer may wait for a client that does not read.
         drain: How long a stop waits for what was accepted.
         requests: Of HTTP at a time, event streams included; there may be twice as many connections.
-        body: Of a JSON request.
+        body: Of a JSON request: 65,536 blocks of a long session fit well.
         upload: How long the body of a request may take to arrive.
     """
 
@@ -34,7 +34,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     stall: Seconds = Seconds(30)
     drain: Seconds = Seconds(30)
     requests: int = 1024
-    body: Bytes = Bytes(64 << 20)
+    body: Bytes = Bytes(16 << 20)
     upload: Seconds = Seconds(60)
 
 

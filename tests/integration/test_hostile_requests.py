@@ -1,6 +1,7 @@
 """Requests that no client of ours would send: each is refused by name, and costs nobody else anything."""
 
 import json
+import tracemalloc
 
 import aiohttp
 import pytest
@@ -64,6 +65,17 @@ async def http():
 async def test_numbers_and_lists_of_any_size_are_refused(http, method, path, body):
     status, problem = await http(method, path, body)
     assert (status, problem["kind"]) == (400, "invalid")
+
+
+@pytest.mark.parametrize("body", [b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", b'{"prefix_ids":[' + b"[]," * 2_000_000 + b"[]]}"])
+async def test_a_body_costs_no_more_memory_than_its_text(http, body):
+    tracemalloc.start()
+    try:
+        status, problem = await http("POST", "/v1/lookup", body)
+        assert (status, problem["kind"]) == (400, "invalid")
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_look_up_is_bounded_by_blocks_times_shards(http):
