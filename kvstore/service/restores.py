@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final
 
 import msgspec
+from blake3 import blake3
 
 from kvstore import api
 from kvstore.clock import Clock, Ids
@@ -35,7 +36,7 @@ class Restoring:
     """One restore: its status, who watches it, the task that works.
 
     Attributes:
-        key: Its tenant, and what makes another request the same.
+        key: Its tenant, and a digest of what makes another request the same.
         ticket: Its place among others.
         due: The point on the monotonic clock by which it should be done; None where nobody said.
         started: When it began.
@@ -110,7 +111,7 @@ class Restores:
             request: What.
             due: When it should be done, on the monotonic clock, where that is before its deadline.
         """
-        key = (tenant, msgspec.msgpack.encode(msgspec.structs.replace(request, priority="interactive")))
+        key = (tenant, blake3(msgspec.msgpack.encode(msgspec.structs.replace(request, priority="interactive"))).digest())
         same = self._active.get(key)
         if same is not None:
             if request.priority == "interactive":
@@ -230,6 +231,7 @@ class Restores:
             self._active.pop(restore.key, None)
             self._speculative.pop(restore.status.restore_id, None)
             self._ended.append(restore.status.restore_id)
+            restore.request = msgspec.structs.replace(restore.request, tokens=[], shards=())  # thousands of them are remembered
             self.outcomes[f"{restore.status.priority} {restore.status.state}"] += 1
         changed, restore.changed = restore.changed, asyncio.Event()
         changed.set()

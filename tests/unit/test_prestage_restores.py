@@ -1,6 +1,8 @@
 """Restores by priority: what is staged ahead, for how long, at whose expense, and how late."""
 
 import asyncio
+import gc
+import tracemalloc
 
 import pytest
 from fakes.clock import HandClock
@@ -210,6 +212,22 @@ async def test_lateness_is_what_was_missing_at_the_deadline():
         found = (await stats(service)).lateness["interactive"]
         assert (sum(found.counts), found.counts[0]) == (1, 0)
         assert found.total_s == pytest.approx(status.late_ms / 1000)
+
+
+async def test_a_restore_that_is_remembered_takes_no_memory_for_its_prompt():
+    store = MemoryStore()
+    await saved(store, s=2)
+    async with node(store) as service:
+        await restored(service, "s", tokens=list(range(1000)))
+        tracemalloc.start()
+        try:
+            for first in range(10):
+                await restored(service, "s", tokens=list(range(first, first + 100_000)))
+            await asyncio.sleep(0)
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 2 << 20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
