@@ -21,7 +21,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         history: A branch keeps naming its previous version.
         copies: A writer may also COPY what it adds from another family or an older generation.
         ttl: Branches fall due, are renewed and expire.
-        reap: Heads without branches are killed.
+        reap: Heads without branches are killed, and deleted when they were dead for long; a creating PUT may arrive twice.
         lost: Answers get lost and requests arrive late; each writer makes `commits` commits.
         ring: How many write ids a head remembers.
         max_epoch: The bound of the exploration.

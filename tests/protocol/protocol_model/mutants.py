@@ -37,9 +37,12 @@ MUTANTS: dict[str, Mutant] = {
         "copies", "R6", "a copy is made beside the source, in its generation", Rules(copies_into_own_epoch=False)
     ),
     "copy_unchecked": Mutant("copies", "R6", "a COPY's 404 is not noticed", Rules(checks_copy=False), "which nobody wrote"),
-    "reuse_family": Mutant("reap", "R7", "a family id is used again", Rules(family_ids_once=False)),
+    "reuse_family": Mutant("reap", "R7", "a creating PUT is sent again under the same id", Rules(family_ids_once=False)),
     "reuse_branch": Mutant("names", "R7", "a branch id is used again", Rules(branch_ids_once=False), "a stale"),
     "delete_name": Mutant("names", "R7", "a name is deleted with its session", Rules(name_stays=False), "not reachable"),
+    "reap_name": Mutant(
+        "names", "R7", "a name is deleted when it dangled for long", Rules(dangling_name_stays=False), "not reachable"
+    ),
     "repeated_body": Mutant("base", "R8", "a body may repeat, so an ETag may", Rules(bodies_never_repeat=False)),
     "report_failed": Mutant("lost", "R8", "a lost answer is called a failure", Rules(lost_is_unknown=False), "reported failed"),
     "no_id_check": Mutant("lost", "R8", "a retry does not look for its id", Rules(looks_for_its_id=False), "took effect twice"),
@@ -54,6 +57,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "epoch_restored": Mutant("base", "R9", "the epoch goes back, as from a backup", Rules(epoch_only_grows=False)),
     "grow": Mutant("history", "R10", "a swap that is no commit makes a branch longer", Rules(only_commits_grow=False)),
+    "reap_live": Mutant(
+        "reap", "R11", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "in use and a DELETE"
+    ),
+    "reap_unnamed": Mutant(
+        "names", "R11", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "was deleted"
+    ),
+    "reap_early": Mutant("reap", "R11", "a head is deleted as soon as it is dead", Rules(waits_before_deleting=False)),
     "name_first": Mutant(
         "names", "create", "the name is written before the branch", Rules(branch_before_name=False), "not reachable"
     ),
@@ -62,12 +72,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "blind_expire": Mutant(
         "ttl", "expire", "expiry does not name the head it judged", Rules(expires_what_it_judged=False), "was expired"
-    ),
-    "reap_live": Mutant(
-        "reap", "collect", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "in use and a DELETE"
-    ),
-    "reap_unnamed": Mutant(
-        "names", "collect", "an empty head is deleted, not killed", Rules(kills_before_deleting=False), "was deleted"
     ),
     "stale_base_wins": Mutant(
         "merge", "commit 6", "the last writer wins over a base it did not see", Rules(stale_base_conflicts=False), "overwritten"

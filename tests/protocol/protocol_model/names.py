@@ -107,6 +107,8 @@ class NameMachine:
                 yield from self._reap(s, i)
             if session.doomed:
                 yield ("network", "delivers a late DELETE of head", i), _with(s, i, life=Life.GONE, doomed=False)
+        if s.pointer >= 0 and not _taken(s) and not (s.delete_in_flight or self.rules.dangling_name_stays):
+            yield ("reaper", "decides to DELETE name", s.pointer), replace(s, delete_in_flight=True)
         if s.delete_in_flight:
             yield ("network", "delivers a late DELETE of the name", ""), self._pointed(s, -1)
 

@@ -1,8 +1,9 @@
 """Everybody else: the epoch, late requests, and owners who rewind, fork, restore, renew, expire and kill in one swap each."""
 
 from protocol_model.config import Config
-from protocol_model.state import Entry, Head, Place, State, replace
-from protocol_model.swaps import Label, Steps, landed, past, swap
+from protocol_model.state import Entry, Head, Place, State, put, replace
+from protocol_model.swaps import Label, Steps, changed, landed, past, swap
+from protocol_model.writers import born
 
 EPOCH, NETWORK, OWNER, CLOCK, EXPIRY, REAPER = "epoch", "network", "owner", "clock", "expiry", "reaper"
 
@@ -14,6 +15,8 @@ def owner_steps(s: State, c: Config) -> Steps:
         arrived = landed(swap(s, c, flight.family, flight.head, write_id=flight.write_id), flight.write_id)
         yield (NETWORK, "delivers a late swap", flight.write_id), arrived
     for family, head in enumerate(s.heads):
+        if c.reap:
+            yield from _late(s, c, head, family)
         if head is None or head.dead:
             continue
         for branch, entry in enumerate(head.branches):
@@ -26,7 +29,7 @@ def owner_steps(s: State, c: Config) -> Steps:
         if not c.rules.names_stay_in_family:
             yield from _fork_across(s, c, head, family)
         if c.reap and not head.open and not any(head.branches):
-            yield from _reap(s, c, head, family)
+            yield from _kill(s, c, head, family)
 
 
 def _epoch(s: State, c: Config) -> Steps:
@@ -78,11 +81,27 @@ def _fork_across(s: State, c: Config, head: Head, family: int) -> Steps:
             yield (OWNER, "swap: fork across into", (place, source.branches[0])), _changed(s, c, head, place, source.branches[0])
 
 
-def _reap(s: State, c: Config, head: Head, family: int) -> Steps:
-    if not c.rules.kills_before_deleting:
-        yield (REAPER, "decides to DELETE head", family), replace(s, doomed_heads=s.doomed_heads | {family})
-    elif not c.rules.family_ids_once:
-        gone = replace(s, heads=(*s.heads[:family], None, *s.heads[family + 1 :]), doomed_heads=s.doomed_heads | {family})
-        yield (REAPER, "DELETE head, one more is on its way", family), gone
-    else:
+def _kill(s: State, c: Config, head: Head, family: int) -> Steps:
+    if c.rules.kills_before_deleting:
         yield (REAPER, "swap: kill head", family), swap(s, c, family, replace(head, dead=True))
+    elif family not in s.doomed_heads:
+        yield (REAPER, "decides to DELETE head", family), replace(s, doomed_heads=s.doomed_heads | {family})
+
+
+def _late(s: State, c: Config, head: Head | None, family: int) -> Steps:
+    """What may arrive at the end of a head: a DELETE at any time, and twice; a PUT only for as long as stores take it."""
+    if head is None and family in s.births:
+        yield (
+            (NETWORK, "delivers a late PUT of empty head", family),
+            replace(s, heads=put(s.heads, family, born(c)), births=s.births - {family}),
+        )
+    if head is not None and family in s.doomed_heads:
+        gone = changed(s, c, family, None)
+        yield (NETWORK, "delivers a DELETE of head", family), replace(gone, idle=s.idle - {family})
+    if head is None or not head.dead:
+        return
+    if family not in s.idle:
+        quiet = replace(s, idle=s.idle | {family}, births=s.births - {family})
+        yield (CLOCK, "dead head unchanged for a week", family), changed(quiet, c, family, head)
+    if family not in s.doomed_heads and (family in s.idle or not c.rules.waits_before_deleting):
+        yield (REAPER, "decides to DELETE dead head", family), replace(s, doomed_heads=s.doomed_heads | {family})

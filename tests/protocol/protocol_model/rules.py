@@ -4,7 +4,7 @@ import msgspec
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process obeys. R1..R10 are the numbers in docs/ordering.md."""
+    """What every process obeys. R1..R11 are the numbers in docs/ordering.md."""
 
     # R1, age
     window: int = 1  # an added block may be this many epochs older than the epoch its writer read
@@ -31,9 +31,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     copies_into_own_epoch: bool = True
     checks_copy: bool = True
     # R7, ids
-    family_ids_once: bool = True
+    family_ids_once: bool = True  # a creating PUT is never sent again under the same id
     branch_ids_once: bool = True
     name_stays: bool = True
+    dangling_name_stays: bool = True
     # R8, write ids
     bodies_never_repeat: bool = True
     lost_is_unknown: bool = True
@@ -44,11 +45,13 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     epoch_only_grows: bool = True
     # R10, length
     only_commits_grow: bool = True
+    # R11, dead heads
+    kills_before_deleting: bool = True
+    waits_before_deleting: bool = True
     # operations
     branch_before_name: bool = True
     claims_what_it_judged: bool = True
     expires_what_it_judged: bool = True
-    kills_before_deleting: bool = True
     # a commit that finds another version than its base (step 6)
     stale_base_conflicts: bool = True
     redo_looks_at_base: bool = True

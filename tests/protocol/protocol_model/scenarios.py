@@ -108,9 +108,16 @@ SCENARIOS: dict[str, Scenario] = {
         frozenset({"GET head, judges expired", "swap: expire", "swap: resume and renew", "seals head"}),
     ),
     "reap": Scenario(
-        Config(about="empty heads are killed", prefixes=1, missing=frozenset({0}), reap=True, edits=True, max_epoch=6),
-        {"max_epoch": 4},
-        frozenset({"swap: kill head", "PUT head, empty, If-None-Match"}),
+        Config(
+            about="empty heads are killed, dead ones deleted",
+            prefixes=1,
+            missing=frozenset({0}),
+            reap=True,
+            edits=True,
+            max_epoch=6,
+        ),
+        {"max_epoch": 3},
+        frozenset({"swap: kill head", "decides to DELETE dead head", "delivers a DELETE of head", "swap head, 412"}),
     ),
     "history": Scenario(
         Config(about="a branch names its previous version", writers=ONE, edits=True, history=True, max_epoch=4),

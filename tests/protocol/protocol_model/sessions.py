@@ -19,7 +19,8 @@ class Sessions:
         c = self.config
         empty = Head(open=False, branches=(None,) * c.branches)
         heads = tuple(None if f in c.missing else empty for f in range(c.families))
-        return State(0, heads, (Writer(),) * len(c.writers), (Collector(),) * c.collectors)
+        sent = frozenset(range(c.families)) - c.missing if c.reap else frozenset()
+        return State(0, heads, (Writer(),) * len(c.writers), (Collector(),) * c.collectors, sent=sent)
 
     def steps(self, s: State) -> Steps:
         """Every request that may be the next to take effect."""

@@ -43,12 +43,18 @@ class Entry(Value, frozen=True):
 
 
 class Head(Value, frozen=True):
-    """heads/<family>. `recent` holds the write ids of the last swaps, 0 where nobody will ever ask for it."""
+    """heads/<family>.
+
+    Attributes:
+        recent: The write ids of the last swaps, 0 where nobody will ever ask for it.
+        born: It is the body of the creating PUT, so it has that ETag; only where heads are deleted, as it returns nowhere else.
+    """
 
     open: bool
     branches: tuple[Entry | None, ...]
     dead: bool = False
     recent: tuple[int, ...] = ()
+    born: bool = False
 
     def with_branch(self, at: int, entry: Entry | None) -> "Head":
         """This head, with one branch replaced."""
@@ -78,6 +84,7 @@ class Writer(Value, frozen=True):
             answer was lost.
         unwritten: Nobody wrote `block`; ghost.
         held: The head it read; only where a repeated body makes the comparison matter.
+        born: What it holds is the ETag of the creating PUT's body, while another copy of that PUT is under way.
     """
 
     at: At = At.START
@@ -88,6 +95,7 @@ class Writer(Value, frozen=True):
     since: int = -1
     unwritten: bool = False
     held: Head | None = None
+    born: bool = False
 
 
 class Pending(Value, frozen=True):
@@ -126,7 +134,13 @@ class Place(Value, frozen=True):
 
 
 class State(Value, frozen=True):
-    """Everything. `due`, `landed` and `failed` are ghosts: what an all-knowing observer would note."""
+    """Everything. `due`, `landed` and `failed` are ghosts: what an all-knowing observer would note.
+
+    Attributes:
+        sent: Families whose creating PUT was sent, and `births` those of which one more copy of it may still arrive; only where
+            heads are deleted.
+        idle: Dead heads that did not change for longer than any request may be under way.
+    """
 
     epoch: int
     heads: tuple[Head | None, ...]
@@ -135,6 +149,9 @@ class State(Value, frozen=True):
     doomed: frozenset[Object] = frozenset()
     doomed_heads: frozenset[int] = frozenset()
     flights: frozenset[Flight] = frozenset()
+    sent: frozenset[int] = frozenset()
+    births: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
     due: frozenset[Place] = frozenset()
     judged: frozenset[Place] = frozenset()
     landed: frozenset[int] = frozenset()

@@ -12,11 +12,20 @@ Steps: TypeAlias = Iterator[tuple[Label, State]]
 
 
 def swap(s: State, c: Config, family: int, head: Head, *, by: int = -1, write_id: int = 0, seal: bool = False) -> State:
-    """A PUT If-Match of heads/<family> that succeeds. Whoever else held the old ETag has to start again."""
+    """A PUT If-Match of heads/<family> that succeeds."""
     if c.lost:
         head = replace(head, recent=(*head.recent, write_id)[-c.ring :])
-    counts = c.rules.seals_count_as_swaps or not seal
-    writers = tuple(_after_swap(w, c, i == by, counts) if c.writers[i].family == family else w for i, w in enumerate(s.writers))
+    if c.reap:
+        head = replace(head, born=False)
+    return changed(s, c, family, head, by=by, counts=c.rules.seals_count_as_swaps or not seal)
+
+
+def changed(s: State, c: Config, family: int, head: Head | None, *, by: int = -1, counts: bool = True) -> State:
+    """heads/<family> is another one, or none. Whoever else held the old ETag has to start again."""
+    again = family in s.births
+    writers = tuple(
+        _after_swap(w, c, i == by, counts, again) if c.writers[i].family == family else w for i, w in enumerate(s.writers)
+    )
     return replace(
         s,
         heads=put(s.heads, family, head),
@@ -26,10 +35,10 @@ def swap(s: State, c: Config, family: int, head: Head, *, by: int = -1, write_id
     )
 
 
-def _after_swap(w: Writer, c: Config, mine: bool, counts: bool) -> Writer:
+def _after_swap(w: Writer, c: Config, mine: bool, counts: bool, again: bool) -> Writer:
     if w.since >= 0 and counts:
         w = replace(w, since=min(w.since + 1, c.ring + 1))
-    if mine or w.at in (At.START, At.EARLY) or not c.rules.bodies_never_repeat:
+    if mine or w.at in (At.START, At.EARLY) or not c.rules.bodies_never_repeat or (w.born and again):
         return w
     return restarted(w, c)
 

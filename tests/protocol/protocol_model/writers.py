@@ -2,7 +2,7 @@
 
 from protocol_model.config import Config
 from protocol_model.state import At, Entry, Flight, Head, Object, State, Writer, put, replace
-from protocol_model.swaps import Steps, fresh, landed, past, restarted, swap
+from protocol_model.swaps import Steps, changed, fresh, landed, past, restarted, swap
 
 
 class Turn:
@@ -11,7 +11,7 @@ class Turn:
     def __init__(self, s: State, c: Config, i: int) -> None:
         self.s, self.c, self.i, self.me, self.who = s, c, i, s.writers[i], f"w{i}"
         self.family, self.branch = c.writers[i].family, c.writers[i].branch
-        self.head = s.heads[self.family]
+        self.head = s.heads[self.family] if not self.me.born else Head(open=True, branches=(None,) * c.branches)
         self.entry = self.head.branches[self.branch] if self.head else None
         self.stored = self.entry.blocks if self.entry else ()
 
@@ -84,7 +84,9 @@ def _read_head(turn: Turn) -> Steps:
         held = None if c.rules.bodies_never_repeat else t.heads[turn.family]
         return turn.to(t, at=at, held=held)
 
-    if head is None and c.rules.creates_empty:
+    if head is None and c.reap:
+        yield from _create_once(turn)
+    elif head is None and c.rules.creates_empty:
         empty = Head(open=True, branches=(None,) * c.branches)
         yield (turn.who, "PUT head, empty, If-None-Match", turn.family), holding(swap(s, c, turn.family, empty, by=turn.i))
     elif head is None or head.open or not c.rules.opens_before_adding:
@@ -92,6 +94,22 @@ def _read_head(turn: Turn) -> Steps:
     else:
         opened = swap(s, c, turn.family, replace(head, open=True), by=turn.i)
         yield (turn.who, "swap head to open", turn.family), holding(opened)
+
+
+def _create_once(turn: Turn) -> Steps:
+    """Where heads are deleted: one PUT for each family id, of which the network may make two; whoever hears nothing gives up."""
+    s, c, family = turn.s, turn.c, turn.family
+    if family in s.sent and c.rules.family_ids_once:
+        return
+    sent = replace(s, sent=s.sent | {family}, births=s.births | {family})
+    made = changed(sent, c, family, born(c), by=turn.i)
+    yield (turn.who, "PUT head, empty, If-None-Match", family), turn.to(made, at=At.HEAD, born=True)
+    yield (turn.who, "PUT head, empty, still in flight", family), sent
+
+
+def born(c: Config) -> Head:
+    """What a creating PUT writes."""
+    return Head(open=True, branches=(None,) * c.branches, born=True)
 
 
 def _get_block(turn: Turn) -> Steps:
@@ -154,6 +172,9 @@ def _next_version(turn: Turn) -> Entry | None:
 def _swap(turn: Turn) -> Steps:
     s, c, me, family = turn.s, turn.c, turn.me, turn.family
     if not c.rules.bodies_never_repeat and me.held != turn.head:
+        yield (turn.who, "swap head, 412", family), replace(s, writers=put(s.writers, turn.i, restarted(me, c)))
+        return
+    if me.born and s.heads[family] != born(c):
         yield (turn.who, "swap head, 412", family), replace(s, writers=put(s.writers, turn.i, restarted(me, c)))
         return
     head = replace(turn.head or Head(open=True, branches=(None,) * c.branches), open=True)
