@@ -57,7 +57,8 @@ class Session(Answer, frozen=True, kw_only=True):
         blocks: Blocks of it.
         bytes: Stored bytes of those blocks, all shards.
         expires: Seconds since the epoch by the store's clock; 0 means never.
-        head: The family (a session and its forks share one).
+        family: What a session and its forks share.
+        branch: Names this session among all that ever had its id; opaque. See `Commit.branch`.
     """
 
     id: str
@@ -102,7 +103,7 @@ class Versions(Answer, frozen=True, kw_only=True):
 
 
 class SessionManifest(Answer, frozen=True, kw_only=True):
-    """Which blocks a version names, in prefix order."""
+    """Which blocks a version names, in prefix order; `branch` as in `Session`."""
 
     id: str
     namespace: str
@@ -112,6 +113,7 @@ class SessionManifest(Answer, frozen=True, kw_only=True):
     block_tokens: int
     shards: list[str]
     blocks: list[Link]
+    branch: str = ""
 
 
 class Receipt(Answer, frozen=True, kw_only=True):
@@ -121,6 +123,7 @@ class Receipt(Answer, frozen=True, kw_only=True):
         version: The session's version that holds it.
         tokens: Tokens it names. Fewer than asked (`cut`) where bytes were neither here nor in the bucket any more.
         durability: What outlives what: `dram` this process's life, `nvme` its kill -9, `bucket` the machine.
+        branch: As in `Session`; "" where the session has yet to be made.
     """
 
     id: str
@@ -131,6 +134,7 @@ class Receipt(Answer, frozen=True, kw_only=True):
     blocks: int
     durability: Durability
     cut: bool = False
+    branch: str = ""
 
 
 class RestoreStatus(Answer, frozen=True, kw_only=True):
@@ -139,6 +143,7 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
     Attributes:
         state: `resolving`, `staging`, then `ready` (all of it), `partial` (a shorter prefix: a block was missing, or the deadline
             or the byte budget cut it), `failed`, `cancelled`, or `dropped` (speculative, and there was no room or time for it).
+        branch: As in `Session`.
         tokens: Tokens of the version that is restored (cut to `tokens` asked).
         staged_tokens: Tokens whose blocks are in the tier now: what the engine may count on.
         by_tier: Bytes by the tier they were found in.
@@ -156,6 +161,7 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
     namespace: str | None = None
     lane: str | None = None
     version: int | None = None
+    branch: str | None = None
     tokens: int | None = None
     staged_tokens: int = 0
     bytes: int | None = None
@@ -398,6 +404,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         refused: Requests not sent because of it.
         hedges_sent: Reads asked for a second time because they were slow.
         hedges_won: Those that were answered first.
+        corrupt_reads: Registers and manifests that were not what they claim to be, by folder; each was read once more.
     """
 
     breaker: Literal["closed", "open", "half_open"] = "closed"
@@ -405,6 +412,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     refused: int = 0
     hedges_sent: int = 0
     hedges_won: int = 0
+    corrupt_reads: dict[str, int] = {}
 
 
 class Stats(Answer, frozen=True, kw_only=True):
@@ -544,6 +552,8 @@ class Commit(OfSession, frozen=True, kw_only=True):
 
     Attributes:
         base_version: The version it was built on; 0 creates the session where the name is free.
+        branch: The session that `base_version` is a version of, as `Session.branch` says it. Where the id has come to mean another
+            one, whose versions are counted from 1 as well, the answer is `Gone`. "" where the caller does not know.
         blocks: The whole prefix, in order; only the last block may be partial.
         shards: Which shards the blocks were published for; every block has all of them.
         durability: What the answer promises; the node's default where None.
@@ -551,6 +561,7 @@ class Commit(OfSession, frozen=True, kw_only=True):
     """
 
     base_version: int
+    branch: str = ""
     blocks: list[Link]
     shards: tuple[str, ...] = ("t0of1.p0of1.g0",)
     ttl_s: int | None = None

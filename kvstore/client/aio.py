@@ -10,8 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
+import msgspec
+
 from kvstore import api
 from kvstore.blocks import Blocks
+from kvstore.client.sightings import Sightings
 from kvstore.client.transport import Fill, Transport
 from kvstore.errors import Unavailable
 from kvstore.ids import Link, Namespace, Shard, is_hex_id
@@ -33,6 +36,7 @@ class Client:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._known: set[str] = set()
+        self._seen = Sightings()
 
     # --- restores ---
 
@@ -182,6 +186,7 @@ class Client:
         *,
         namespace: Namespace | str,
         base_version: int,
+        branch: str | None = None,
         blocks: Sequence[Link],
         lane: str = "",
         shards: Sequence[Shard | str] = (WHOLE,),
@@ -192,7 +197,10 @@ class Client:
     ) -> api.Receipt:
         """Make published blocks the session's next version (:class:`kvstore.api.Commit`).
 
+        Where `branch` is None it is the session of which this client last saw version `base_version`.
+
         Raises:
+            Gone: The session that it was built on is no more, whatever its id means now.
             Conflict: The session has moved on; `facts["current"]` is its version now.
             Unavailable: Kind `outcome_unknown`: it may have landed. Retry with the same `write_id`.
         """
@@ -202,6 +210,7 @@ class Client:
             namespace,
             lane,
             base_version=base_version,
+            branch=branch or "",
             blocks=list(blocks),
             shards=tuple(map(str, shards)),
             ttl_s=ttl_s,
@@ -209,6 +218,8 @@ class Client:
             durability=durability,
             write_id=write_id,
         )
+        if branch is None:
+            request = msgspec.structs.replace(request, branch=self._seen.branch_of(request))
         return await self._call("commit", request, api.Receipt)
 
     async def fork(
@@ -397,4 +408,5 @@ class Client:
         answer = await self._transport.call(name, request)
         if not isinstance(answer, kind):
             raise Unavailable(f"{name}: the node answered with a {type(answer).__name__}")
+        self._seen.note(answer)
         return answer

@@ -100,7 +100,7 @@ class SessionCache:
         )
         self._shard = Shard()
         self._geometry = self._torch.Geometry(namespace=self.namespace, shard=self._shard)
-        self._versions: OrderedDict[str, int] = OrderedDict()
+        self._bases: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version, and the session that it is one of
 
     # --- restore ---
 
@@ -127,7 +127,7 @@ class SessionCache:
         except (NotFound, Gone):
             if prompt is None:
                 raise
-            self._remember(session_id, 0)
+            self._bases.pop(session_id, None)
             return self.reuse(prompt, deadline_ms=deadline_ms)
         except (Unavailable, Overloaded) as error:
             if prompt is None:
@@ -143,7 +143,7 @@ class SessionCache:
             deadline_ms=deadline_ms,
         )
         found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
-        self._remember(session_id, found.version)
+        self._remember(session_id, found)
         links = found.blocks
         if prompt is not None:  # of the first block that differs, too, the beginning may be common
             links = links[: agreeing(self.namespace, links, prompt) + 1]
@@ -236,6 +236,7 @@ class SessionCache:
 
         Raises:
             Conflict: The session has moved on: restore it again, or fork.
+            Gone: It is no more, and its id may mean another one by now: restore, which starts anew.
             Overloaded: The node took not even the first block.
             Invalid: The cache is not of these tokens, or holds none to store.
         """
@@ -249,9 +250,11 @@ class SessionCache:
         taken = self._publish(links, tokens, past_key_values)
         if not taken:
             raise Overloaded("the node took none of the blocks: it is under load")
+        base, branch = self._bases.get(session_id, (0, "")) if base_version is None else (base_version, None)
         settings: dict[str, Any] = {
             "namespace": self.namespace,
-            "base_version": self._versions.get(session_id, 0) if base_version is None else base_version,
+            "base_version": base,
+            "branch": branch,
             "blocks": links[:taken],
             "shards": (self._shard,),
             "ttl_s": ttl_s,
@@ -265,7 +268,7 @@ class SessionCache:
             if error.kind != "outcome_unknown":
                 raise
             receipt = self._kv.commit(session_id, **settings)  # it may have landed: then this, by its write id, is the same commit
-        self._remember(session_id, receipt.version)
+        self._remember(session_id, receipt)
         return receipt if taken == len(links) else msgspec.structs.replace(receipt, cut=True)
 
     def _publish(self, links: Sequence[Link], tokens: np.ndarray, cache: DynamicCache) -> int:
@@ -293,13 +296,13 @@ class SessionCache:
     def fork(self, session_id: str, as_: str, *, version: int = 0) -> api.Session:
         """A second session that begins as this one's version (0: the current one); no KV moves."""
         session = self._kv.fork(session_id, namespace=self.namespace, as_=as_, version=version)
-        self._remember(as_, session.version)
+        self._remember(as_, session)
         return session
 
     def rewind(self, session_id: str, *, version: int | None = None, tokens: int | None = None) -> api.Session:
         """Back to an earlier version, or to fewer tokens (floored to a block boundary); the answer says how many it now has."""
         session = self._kv.rewind(session_id, namespace=self.namespace, version=version, tokens=tokens)
-        self._remember(session_id, session.version)
+        self._remember(session_id, session)
         return session
 
     # --- parts ---
@@ -314,11 +317,11 @@ class SessionCache:
         names = [link.prefix_id for link in links]
         return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=(self._shard,)).run
 
-    def _remember(self, session_id: str, version: int) -> None:
-        self._versions[session_id] = version
-        self._versions.move_to_end(session_id)
-        if len(self._versions) > MAX_REMEMBERED:
-            self._versions.popitem(last=False)
+    def _remember(self, session_id: str, found: api.Session | api.SessionManifest | api.Receipt) -> None:
+        self._bases[session_id] = (found.version, found.branch)
+        self._bases.move_to_end(session_id)
+        if len(self._bases) > MAX_REMEMBERED:
+            self._bases.popitem(last=False)
 
 
 def crop(cache: DynamicCache, tokens: int) -> None:

@@ -24,6 +24,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         namespace: Of its blocks.
         base: The version it was built on.
+        branch: The branch that `base` is a version of; "" where the caller does not know.
         links: The whole prefix, in order; only the last block may be partial.
         shards: Every block is stored for all of these.
         labels: None keeps those of the version before.
@@ -33,6 +34,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     namespace: Namespace
     base: int
+    branch: str = ""
     links: tuple[Link, ...]
     shards: tuple[str, ...]
     labels: dict[str, str] | None = None
@@ -44,6 +46,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """A version that holds the proposal, or its beginning (`cut`)."""
 
     version: int
+    branch: str
     tokens: int
     blocks: int
     cut: bool = False
@@ -161,13 +164,15 @@ class Commit:
                 if await covers(stored, links, self._cut):
                     return self._contained(await self._exact(branch))
         kept = links[: common(await self._links(versions_of(branch)[0]), links)]
-        return Committed(version=branch.seq, tokens=tokens_of(kept), blocks=len(kept), cut=True)
+        return self._done(branch.seq, kept, cut=True)
 
     # --- inside ---
 
     def _contained(self, version: int) -> Committed:
-        links = self._proposal.links
-        return Committed(version=version, tokens=tokens_of(links), blocks=len(links))
+        return self._done(version, self._proposal.links)
+
+    def _done(self, version: int, links: Sequence[Link], *, cut: bool = False) -> Committed:
+        return Committed(version=version, branch=self._branch, tokens=tokens_of(links), blocks=len(links), cut=cut)
 
     async def _exact(self, branch: Branch) -> int:
         """The version that holds exactly the proposal, and the caller's own base where only longer ones do.
@@ -221,7 +226,7 @@ class Commit:
             )
         result = [*blocks, *keep[len(blocks) :]]
         kept = want.links[: len(blocks)] if cut else want.links
-        done = Committed(version=answer, tokens=tokens_of(kept), blocks=len(kept), cut=cut)
+        done = self._done(answer, kept, cut=cut)
         if manifest is not None and cut and result == self._first(branch.manifest, manifest, branch.n):
             return Settled(msgspec.structs.replace(done, version=min(answer, branch.seq)))
         now = await ledger.root.now()

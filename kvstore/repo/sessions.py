@@ -83,6 +83,7 @@ class Sessions:
             block_tokens=manifest.block_tokens,
             shards=list(manifest.shards),
             blocks=[Link(block.prefix_id, block.tokens) for block in manifest.blocks],
+            branch=found.branch_id,
         )
 
     async def namespaces_of(self, tenant: str, session: str) -> list[NamespaceId]:

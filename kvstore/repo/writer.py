@@ -67,7 +67,7 @@ class Writer:
 
         Raises:
             Conflict: The session moved; `current` is its version.
-            Gone: It was deleted, or it expired.
+            Gone: It was deleted, or it expired; perhaps its id means another one by now.
             NotFound: There is no such session, and `base` is not 0; or the bytes of its first block are nowhere.
             Unavailable: `outcome_unknown` where it may have landed.
         """
@@ -90,6 +90,7 @@ class Writer:
             blocks=done.blocks,
             durability="bucket",
             cut=done.cut,
+            branch=done.branch,
         )
 
     async def create(
@@ -165,12 +166,14 @@ class Writer:
         names, key = self._finder.names, self._finder.key(*place)
         for _ in range(_TRIES):
             name = None if free else names.known(key) or await self._named(key)
+            if proposal.branch and (name is None or name.branch != proposal.branch):
+                name = await self._meant(place, proposal.branch)
             if name is not None:
                 commit = Commit(self._ledger, place.tenant, name.family, name.branch, proposal, source)
                 try:
                     return await self._into(place.tenant, name, commit)
                 except Gone as gone:
-                    if gone.facts.get("landed"):
+                    if gone.facts.get("landed") or proposal.branch:
                         raise  # it was made, and deleted since, whatever became of the name
                     if await self._named(key) != name:
                         await self._made_again(place, proposal)
@@ -191,6 +194,17 @@ class Writer:
     async def _named(self, key: str) -> Name | None:
         held = await self._finder.names.read(key)
         return None if held is None else held.name
+
+    async def _meant(self, place: Place, branch: str) -> Name:
+        """The name, if it means the session that a commit was built on. Versions are numbers: another one has the same (I4)."""
+        name = await self._named(self._finder.key(*place))
+        if name is None or name.branch != branch:
+            raise Gone(
+                f"the session that this commit was built on is not what {place.session!r} means in lane {place.lane!r}: "
+                "it was deleted, or it expired",
+                remedy="restore the session, and commit on what it holds now",
+            )
+        return name
 
     async def _made_again(self, place: Place, proposal: Proposal) -> None:
         """The name means another session than we knew. Whoever built on a version of an earlier one never touches it (I4).

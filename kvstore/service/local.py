@@ -52,6 +52,7 @@ class LocalCommits:
         proposal = Proposal(
             namespace=fields,
             base=request.base_version,
+            branch=request.branch,
             links=tuple(request.blocks),
             shards=request.shards,
             labels=request.labels or None,

@@ -262,6 +262,7 @@ class Restores:
             namespace=session.namespace,
             lane=session.lane,
             version=session.version,
+            branch=session.branch,
             tokens=plan.tokens,
             bytes=plan.size,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from kvstore import api, codec
 from kvstore.blocks import BlockLease, Blocks
-from kvstore.errors import Conflict, NotFound, Unavailable
+from kvstore.errors import Conflict, Gone, NotFound, Unavailable
 from kvstore.ids import BlockName
 
 SHARD = "t0of1.p0of1.g0"
@@ -18,6 +20,7 @@ class FakeClient:
     def __init__(self):
         self.blocks = {}  # (namespace id, prefix id) -> raw object
         self.sessions = {}  # (session, namespace id) -> list of versions, each a list of links
+        self.branches = {}  # (session, namespace id) -> which of the sessions of that id it is now
         self.puts = []  # links offered, in order
         self.leased = 0
         self.refuse_puts = 0  # so many offers are not taken
@@ -25,6 +28,7 @@ class FakeClient:
         self.lost_answers = 0  # so many commits land, and nobody hears of it
         self.down = None  # an error that every call raises
         self.dies_while_read = False
+        self._numbers = count()
 
     def _up(self):
         if self.down is not None:
@@ -35,6 +39,14 @@ class FakeClient:
         if found is None:
             raise NotFound(f"session {session!r}")
         return found
+
+    def _branch(self, session, namespace):
+        return self.branches.setdefault((session, ident(namespace)), f"b{next(self._numbers)}")
+
+    def replace(self, session, namespace, versions):
+        """Another session has the id now."""
+        self.sessions[session, namespace.id] = versions
+        del self.branches[session, namespace.id]
 
     def restore(self, session, *, namespace, version=None, tokens=(), deadline_ms=0):
         self._up()
@@ -53,6 +65,7 @@ class FakeClient:
             block_tokens=0,
             shards=[SHARD],
             blocks=list(links),
+            branch=self._branch(session, namespace),
         )
 
     def lookup(self, *, namespace, prefix_ids, shards):
@@ -94,13 +107,15 @@ class FakeClient:
             taken.append(True)
         return taken
 
-    def commit(self, session, *, namespace, base_version, blocks, shards, ttl_s, labels, durability, write_id):
+    def commit(self, session, *, namespace, base_version, branch, blocks, shards, ttl_s, labels, durability, write_id):
         self._up()
         if write_id in self.receipts:
             return self._answer(self.receipts[write_id])
         versions = self.sessions.setdefault((session, namespace.id), [])
         if len(versions) != base_version:
             raise Conflict(f"session {session!r} is at version {len(versions)}", current=len(versions))
+        if branch and branch != self._branch(session, namespace):
+            raise Gone(f"session {session!r} is another one now")
         versions.append(list(blocks))
         receipt = self.receipts[write_id] = api.Receipt(
             id=session,
@@ -110,6 +125,7 @@ class FakeClient:
             tokens=sum(link.tokens for link in blocks),
             blocks=len(blocks),
             durability=durability or "dram",
+            branch=self._branch(session, namespace),
         )
         return self._answer(receipt)
 
@@ -124,7 +140,13 @@ class FakeClient:
         links = versions[-1]
         tokens = sum(link.tokens for link in links)
         return api.Session(
-            id=session, namespace=ident(namespace), lane="main", version=len(versions), tokens=tokens, blocks=len(links)
+            id=session,
+            namespace=ident(namespace),
+            lane="main",
+            version=len(versions),
+            tokens=tokens,
+            blocks=len(links),
+            branch=self._branch(session, namespace),
         )
 
     def fork(self, session, *, namespace, as_, version=0):

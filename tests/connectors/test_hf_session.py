@@ -8,7 +8,7 @@ import pytest
 from fake_client import FakeClient
 
 from kvstore.connectors.hf import SessionCache, crop
-from kvstore.errors import Conflict, Invalid, NotFound, Overloaded, Unavailable, Unsupported
+from kvstore.errors import Conflict, Gone, Invalid, NotFound, Overloaded, Unavailable, Unsupported
 
 B = 16
 
@@ -192,6 +192,14 @@ def test_somebody_else_committed_meanwhile(model, kv, sessions, prompt, prefill)
         sessions.commit("s", prompt(40), prefill(model, prompt(40)))
     assert sessions.restore("s").tokens.size == 30
     assert sessions.commit("s", prompt(40), prefill(model, prompt(40))).version == 3
+
+
+def test_i4_a_session_that_was_made_again_meanwhile_is_left_alone(model, kv, sessions, prompt, prefill):
+    sessions.commit("s", prompt(20), prefill(model, prompt(20)))
+    kv.replace("s", sessions.namespace, [[]])
+    with pytest.raises(Gone):
+        sessions.commit("s", prompt(30), prefill(model, prompt(30)))
+    assert kv.sessions["s", sessions.namespace.id] == [[]]
 
 
 def test_b18_other_weights_dtype_or_rope_share_nothing(torch, make_model, kv, prompt, prefill):

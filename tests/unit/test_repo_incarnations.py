@@ -1,0 +1,95 @@
+"""I4: versions are numbers, and ids come again. Whoever says which session a commit was built on never touches a later one."""
+
+import asyncio
+
+import pytest
+
+from kvstore.clock import SeededIds
+from kvstore.errors import Conflict, Gone
+from kvstore.objects import Fault
+from kvstore.repo.testing import commit, opened, tiny, until
+
+NS = tiny()
+
+
+async def replaced(node, shelf, versions=1):
+    """Another session gets the id, and as many versions. Returns what names it."""
+    await node.sessions.delete("default", "s", NS.id, "main")
+    for base in range(versions):
+        made = await commit(node, shelf, "s", range(100, 108 + 4 * base), base, NS, lane="main")
+    return made.branch
+
+
+async def tokens_of(node):
+    return (await node.sessions.get("default", "s", NS.id, "main")).tokens
+
+
+async def test_every_answer_about_a_session_names_it(repo, shelf):
+    made = await repo.sessions.create("default", "s", NS, "main")
+    receipt = await commit(repo, shelf, "s", range(8), 0, NS)
+    assert receipt.branch == made.branch != ""
+    assert (await repo.sessions.manifest("default", "s", NS.id)).branch == made.branch
+    fork = await repo.sessions.fork("default", "s", NS.id, "main", "f")
+    assert fork.branch not in {"", made.branch}
+    assert (await commit(repo, shelf, "f", range(12), 1, NS, branch=fork.branch)).branch == fork.branch
+
+
+@pytest.mark.parametrize("lane", ["", "main"])
+async def test_i4_a_node_that_knows_only_the_later_session_refuses_what_was_built_on_an_earlier_one(
+    repo, memory, clock, shelf, lane
+):
+    mine = await commit(repo, shelf, "s", range(8), 0, NS)
+    await replaced(repo, shelf)
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        assert await tokens_of(fresh) == 8
+        with pytest.raises(Gone) as gone:
+            await commit(fresh, shelf, "s", range(100, 112), 1, NS, lane=lane, branch=mine.branch)
+        assert "restore" in gone.value.remedy
+        assert await tokens_of(fresh) == 8
+
+
+async def test_a_node_that_knows_only_the_earlier_session_takes_what_was_built_on_the_later_one(repo, other, shelf):
+    """It is told which one is meant, so that it need not refuse both."""
+    await commit(repo, shelf, "s", range(8), 0, NS)
+    later = await replaced(other, shelf)
+    receipt = await commit(repo, shelf, "s", range(100, 112), 1, NS, lane="main", branch=later)
+    assert (receipt.version, receipt.tokens, receipt.branch) == (2, 12, later)
+
+
+async def test_i4_a_commit_that_says_its_session_makes_no_other(repo, other, shelf):
+    made = await repo.sessions.create("default", "s", NS, "main")
+    await other.sessions.delete("default", "s", NS.id, "main")
+    with pytest.raises(Gone):
+        await commit(repo, shelf, "s", range(8), 0, NS, branch=made.branch)
+    with pytest.raises(Gone):
+        await commit(repo, shelf, "t", range(8), 0, NS, branch=made.branch)
+    assert (await other.sessions.list("default")).sessions == []
+
+
+async def test_i4_a_writer_that_was_stopped_for_a_whole_life_of_the_id(repo, store, memory, clock, shelf):
+    mine = await commit(repo, shelf, "s", range(8), 0, NS)
+    stalled = Fault(action="stall", verb="put", key="*/heads/*")
+    store.script.append(stalled)
+    late = asyncio.create_task(commit(repo, shelf, "s", range(12), 1, NS, lane="main", branch=mine.branch))
+    await until(lambda: not stalled.times)
+    async with opened(memory, clock, SeededIds(9)) as another:
+        await replaced(another, shelf)
+        store.release.set()
+        with pytest.raises(Gone):
+            await late
+        assert await tokens_of(another) == 8
+
+
+async def test_who_does_not_say_it_is_judged_by_the_number_alone(repo, memory, clock, shelf):
+    """What `branch` is for: without it this cannot be told from somebody who continues the later session."""
+    await commit(repo, shelf, "s", range(8), 0, NS)
+    later = await replaced(repo, shelf)
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        assert (await commit(fresh, shelf, "s", range(12), 1, NS, lane="main")).branch == later
+
+
+async def test_another_version_of_the_same_session_is_still_a_conflict(repo, shelf):
+    mine = await commit(repo, shelf, "s", range(8), 0, NS)
+    await commit(repo, shelf, "s", range(100, 108), 1, NS, branch=mine.branch)
+    with pytest.raises(Conflict):
+        await commit(repo, shelf, "s", range(12), 1, NS, branch=mine.branch)
