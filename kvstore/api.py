@@ -255,19 +255,19 @@ class Doomed(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a collection would delete.
 
     Attributes:
-        kind: `session` (its head is `key`), `manifest`, `block`, `head` or `name`.
+        kind: `session` (its head is `key`), `manifest`, `block` or `head`.
         gen: Generation; 0 where the kind has none.
         size: Stored bytes; of a session, those of its blocks where they are known.
         reason: `expired`: its time to live is over, or only such sessions name it. `capacity`: the least useful bytes above the
             limit. `superseded`: a version that is no longer kept, or an older generation of a block. `orphan`: the manifest of a
-            family that is gone. `unnamed`: a block that no session names. `dead`, `dangling`: what `reap` takes.
+            family that is gone. `unnamed`: a block that no session names. `dead`: what `reap` takes.
     """
 
-    kind: Literal["session", "manifest", "block", "head", "name"]
+    kind: Literal["session", "manifest", "block", "head"]
     key: str
     gen: int
     size: int
-    reason: Literal["expired", "capacity", "superseded", "orphan", "unnamed", "dead", "dangling"]
+    reason: Literal["expired", "capacity", "superseded", "orphan", "unnamed", "dead"]
     branch: str = ""
 
 
@@ -288,7 +288,7 @@ class Collected(Answer, frozen=True, kw_only=True):
         evicted: Sessions dropped because the bucket was over its limit; their bytes go with later collections.
         bytes_deleted: Of blocks.
         failed: Keys that the store would not delete; the next collection tries again.
-        reaped: Dead heads and dangling names deleted.
+        reaped: Dead heads deleted.
         purged: Noncurrent versions deleted, of a versioned bucket.
         live_bytes: Of blocks that a session names.
         usage: The same by namespace.
@@ -645,7 +645,7 @@ class Collect(Request, frozen=True, kw_only=True):
     Attributes:
         dry_run: Change nothing; say what would go, and why.
         now: Advance the epoch twice first, so that what is unnamed now is deleted at once.
-        reap: Also delete dead heads and dangling names that did not change for a week.
+        reap: Also delete the heads of families that were dead for a week.
         purge_versions: Also delete noncurrent versions, in a versioned bucket.
     """
 

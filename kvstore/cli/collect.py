@@ -28,9 +28,7 @@ def collect(
     now: Annotated[
         bool, typer.Option("--now", help="Delete at once what is unnamed now, instead of after up to two periods.")
     ] = False,
-    reap: Annotated[
-        bool, typer.Option("--reap", help="Also delete dead heads and dangling names that did not change for a week.")
-    ] = False,
+    reap: Annotated[bool, typer.Option("--reap", help="Also delete the heads of families that were dead for a week.")] = False,
     purge: Annotated[
         bool, typer.Option("--purge-versions", help="Also delete noncurrent versions under the prefix, in a versioned bucket.")
     ] = False,
@@ -99,7 +97,7 @@ def _print(done: api.Collected) -> None:
     if done.evicted:
         fields["evicted"] = f"{done.evicted:,} sessions, for want of room; their bytes go with the next collections"
     if done.reaped:
-        fields["reaped"] = f"{done.reaped:,} dead heads and dangling names"
+        fields["reaped"] = f"{done.reaped:,} dead heads"
     if done.purged:
         fields["purged"] = f"{done.purged:,} noncurrent versions"
     if done.reasons:

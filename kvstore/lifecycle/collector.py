@@ -150,16 +150,13 @@ class _Collection:
     async def run(self) -> api.Collected:
         self._clock = await self._checked_clock()
         self._epoch = await self._advanced()
-        reaper = Reaper(self._repo, self._clock, self._dry_run)
+        reaper = Reaper(self._root, self._clock, self._dry_run)
         await self._heads(reaper)
         sweep = Sweep(self._root, self._marks, self._epoch, self._dry_run)
         manifests, blocks = Swept(), Swept()
         async for page in self._pages("manifests", self._keys.manifests(), manifests):
             await sweep.manifests(page, manifests)
         usage = await self._blocks(sweep, blocks)
-        if self._request.reap:
-            async for page in self._pages("names", self._keys.names()):
-                await together(reaper.name, page)
         done = api.Collected(
             epoch=self._epoch,
             heads=self._progress.heads,
@@ -233,8 +230,7 @@ class _Collection:
             if head is None:
                 return
             if head.dead:
-                if self._request.reap and reaper.old(meta):
-                    await reaper.head(meta)
+                dead.append(meta)
                 return
             self._progress.heads += 1
             if self._dry_run is not None and head.branches:
@@ -243,8 +239,12 @@ class _Collection:
             if self._settings.max_bytes:
                 await self._weigh(meta.key, head, named)
 
+        dead: list[ObjectMeta] = []
         async for page in self._pages("heads", self._keys.heads()):
             await together(one, [meta for meta in page if self._keys.parse_head(meta.key) is not None])
+            if self._request.reap:
+                await reaper.heads(dead)
+            dead.clear()
 
     async def _seal(self, meta: ObjectMeta) -> Head | None:
         """This head, sealed after the epoch was read, without its expired branches. None where it is gone, or ended just now.

@@ -3,9 +3,9 @@
 Each goes as a single deletion does, by a swap of its head: any number of removals may run beside writers and collections, one that
 stops anywhere is simply started again, and their blocks go with the next collections.
 
-Two things stay. Names are never deleted (R7); they dangle, and `collect --reap` takes them after a week. A namespace's fields stay
-readable under its id, about 500 bytes: a session may be committed at any moment by a node that knows them, and a deletion, which no
-store makes conditional and which may arrive late, would leave that session without what it is read by.
+Two things stay. Names are never deleted (R7); they dangle, about 200 bytes each. A namespace's fields stay readable under its id,
+about 500 bytes: a session may be committed at any moment by a node that knows them, and a deletion, which no store makes
+conditional and which may arrive late, would leave that session without what it is read by.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvstore.objects.base import CREATE, Absent, Unchanged, Update
 from kvstore.repo.root import MAX_REGISTER_BYTES, Root
 
 HISTORY_UNTIL: Final = 128  # branches; a larger family keeps no older versions
-_TRIES: Final = 8
+_TRIES: Final = 4
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -70,22 +70,20 @@ class Heads:
         return found if found is not None and etag in {"", found.etag} else None
 
     async def create(self, tenant: str) -> tuple[str, Position]:
-        """A new family (R7), with an empty open head (R3). Returns its id and the head."""
-        family, write = self._root.ids.new(), self._root.ids.new()
-        key, head = self._root.keys.head(tenant, family), Head(swaps=1, write=write, recent=(write,))
-        body = dump(head)
+        """A new family, with an empty open head (R3). Returns its id and the head.
+
+        Each id is sent once (R7). A head that was made without our hearing of it stays empty, and collections end it.
+        """
         for attempt in range(_TRIES):
-            etag = await self._root.attempt(key, body, CREATE)
-            if etag is None:
-                found = await self.read(key)
-                if found is not None:  # nobody else knows this key, and a collection may have sealed it already
-                    return family, found
-                await self._root.pause(attempt)
-                continue
-            made = Position(head, etag)
-            self._keep(key, made)
-            return family, made
-        raise Unavailable(f"{key} could not be created in {_TRIES} attempts")
+            family, write = self._root.ids.new(), self._root.ids.new()
+            key, head = self._root.keys.head(tenant, family), Head(swaps=1, write=write, recent=(write,))
+            etag = await self._root.attempt(key, dump(head), CREATE)
+            if etag is not None:
+                made = Position(head, etag)
+                self._keep(key, made)
+                return family, made
+            await self._root.pause(attempt)
+        raise Unavailable(f"a new family of sessions could not be created in {_TRIES} attempts")
 
     async def swap(self, key: str, old: Position, new: Head) -> Position | None:
         """Replace exactly `old`. None on any answer but 200: it may or may not have landed.

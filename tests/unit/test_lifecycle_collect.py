@@ -12,7 +12,7 @@ from kvstore.lifecycle.capacity import Candidate, LeastWorth, last_used, standin
 from kvstore.lifecycle.collector import Collector, CollectSettings
 from kvstore.lifecycle.hints import CollectHint, UsageHint, read_hint
 from kvstore.lifecycle.reaping import REAP_S
-from kvstore.model import Branch, Head, parse
+from kvstore.model import Branch, Head, parse, sealed
 from kvstore.objects import CREATE, Crash, Fault, Faults, MemoryStore
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
@@ -262,7 +262,7 @@ def test_the_least_valuable_of_any_number_are_kept_in_bounded_memory():
 # --- reaping ----------------------------------------------------------------------------------------------------------
 
 
-async def test_reap_takes_dead_heads_and_dangling_names_after_a_week_and_nothing_else(repo, memory, clock, shelf):
+async def test_r11_reap_takes_dead_heads_after_a_week_and_nothing_else(repo, memory, clock, shelf):
     for session in ("gone", "alive", "again"):
         await commit(repo, shelf, session, range(8), 0, NS, ttl=0)
     await repo.sessions.delete("default", "gone")
@@ -277,9 +277,9 @@ async def test_reap_takes_dead_heads_and_dangling_names_after_a_week_and_nothing
     clock.advance(61)
     assert (await collector.run(api.Collect())).reaped == 0
     planned = await collector.run(api.Collect(reap=True, dry_run=True))
-    assert sorted(doomed.reason for doomed in planned.examples) == ["dangling", "dead", "dead"]
-    assert (await collector.run(reap)).reaped == 3
-    assert (count(memory, "heads"), count(memory, "names")) == (2, 2)
+    assert [(doomed.kind, doomed.reason) for doomed in planned.examples] == [("head", "dead")] * 2
+    assert (await collector.run(reap)).reaped == 2
+    assert (count(memory, "heads"), count(memory, "names")) == (2, 3)
     assert (await collector.run(reap)).reaped == 0
     with pytest.raises(NotFound):
         await repo.sessions.get("default", "gone")

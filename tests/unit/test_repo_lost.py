@@ -8,7 +8,7 @@ from kvstore.clock import SeededIds
 from kvstore.errors import AlreadyExists, Conflict, Denied, Gone, Unavailable
 from kvstore.lifecycle.collector import collect
 from kvstore.model import RECENT, Head, Name, parse
-from kvstore.objects import REFUSED, Fault, Faults
+from kvstore.objects import CREATE, REFUSED, Fault, Faults
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
 NS = tiny()
@@ -51,6 +51,33 @@ async def test_a_412_on_a_swap_that_landed_is_recognised(repo, memory, shelf):
     repo.root.store = Refuses(memory, "/heads/")
     assert (await commit(repo, shelf, "s", range(12), 1, NS)).version == 2
     assert (await session(repo)).version == 2
+
+
+class Creations:
+    """A store that notes what was asked to be created."""
+
+    def __init__(self, store) -> None:
+        self._store, self.keys = store, []
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    async def put(self, key, body, mode):
+        self.keys += [key] if mode == CREATE else []
+        return await self._store.put(key, body, mode)
+
+
+@pytest.mark.parametrize("action", ["lost", "before", "busy"])
+async def test_r7_the_put_that_creates_a_head_is_sent_once(memory, clock, shelf, action):
+    """A second one could bring back a head that was ended and deleted in between; so another attempt is another family."""
+    store = Creations(Faults(memory, [Fault(action=action, times=2, **SWAP)], clock))
+    async with opened(store, clock, SeededIds(9)) as node:
+        assert (await commit(node, shelf, "s", range(8), 0, NS)).version == 1
+        assert (await session(node)).version == 1
+    sent = [key for key in store.keys if "/heads/" in key]
+    assert len(sent) == len(set(sent)) == 3
+    made = [parse(body, Head, key) for key, body in bodies(memory).items() if "/heads/" in key]
+    assert sorted(len(head.branches) for head in made) == ([0, 0, 1] if action == "lost" else [1])
 
 
 @pytest.mark.parametrize("pattern", ["/heads/", "/names/", "/manifests/", "/blocks/", "/namespaces/"])
