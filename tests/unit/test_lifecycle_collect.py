@@ -12,7 +12,7 @@ from kvstore.lifecycle.capacity import Candidate, LeastWorth, last_used, standin
 from kvstore.lifecycle.collector import Collector, CollectSettings
 from kvstore.lifecycle.hints import CollectHint, UsageHint, read_hint
 from kvstore.lifecycle.reaping import REAP_S
-from kvstore.model import Branch, Head, parse, sealed
+from kvstore.model import Branch, Head, parse
 from kvstore.objects import CREATE, Crash, Fault, Faults, MemoryStore
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
