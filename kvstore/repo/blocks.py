@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ from tiering import Lease, Miss, Want
 _MOST_PROBES: Final = 64  # in one step of the gallop
 _BEHIND: Final = 32  # copies to a newer generation under way; more is dropped
 _LIST_S: Final = 0.1  # a listing is not begun with less time left than this
+_MOST_LISTS: Final = 8  # in one look-up: a chain grew in as many epochs, and its other blocks are of the same ones
 _PATIENCE_S: Final = 120.0
 
 
@@ -35,19 +37,17 @@ class BlockWant(msgspec.Struct, frozen=True):
         name: Which block.
         namespace: Its fields: they bound every length.
         copy: Where a manifest, or an earlier answer, says it is.
-        until: A point on the monotonic clock; if it leaves time, generations that nobody named are listed and used too.
     """
 
     name: BlockName
     namespace: Namespace
     copy: Copy | None = None
-    until: float | None = None
 
 
-def want(namespace: Namespace, name: BlockName, copy: Copy | None = None, *, until: float | None = None) -> Want:
+def want(namespace: Namespace, name: BlockName, copy: Copy | None = None) -> Want:
     """How to ask the hierarchy for a block."""
     size = codec.layout(namespace, name.shard, name.tokens).raw_bytes
-    return Want(name.tier_key, size, BlockWant(name, namespace, copy, until))
+    return Want(name.tier_key, size, BlockWant(name, namespace, copy))
 
 
 class BucketOrigin:
@@ -98,15 +98,32 @@ class BucketOrigin:
             self.counts[f"offer_{error.kind}"] += 1
             return False
 
-    async def contains(self, wants: Sequence[Want]) -> int:
-        """Length of the leading run that is in the bucket; each is looked at, in steps that double, until the first miss."""
-        run, step = 0, 1
+    async def contains(self, wants: Sequence[Want], *, until: float = 0.0, missed: bool = False) -> int:
+        """Length of the leading run that is in the bucket; each is looked at, in steps that double, until the first miss.
+
+        A session's blocks may be of generations that nobody told this node. So the first miss is looked for by one listing of its
+        own prefix, where time allows; those behind it are looked at under the generation found. A chain that is nowhere costs one
+        listing, and one of a session one for each epoch in which it grew.
+
+        Args:
+            wants: In prefix order.
+            until: A point on the monotonic clock that says whether there is time to list.
+            missed: The first was just read in vain.
+        """
+        run, step, older, lists = 0, 1, 0, _MOST_LISTS
         try:
             while run < len(wants):
-                found = await together(self._holds, wants[run : run + step], limit=_MOST_PROBES)
-                if False in found:
-                    return run + found.index(False)
-                run, step = run + len(found), min(step * 2, _MOST_PROBES)
+                holds = partial(self._holds, older)
+                found = [False] if missed else await together(holds, wants[run : run + step], limit=_MOST_PROBES)
+                missed = False
+                if False not in found:
+                    run, step = run + len(found), min(step * 2, _MOST_PROBES)
+                    continue
+                run += found.index(False)
+                listed = await self._list(wants[run].ref) if lists and self._has_time(until) else None
+                if listed is None:
+                    break
+                run, step, older, lists = run + 1, 1, listed.gen, lists - 1
         except KVTierError as error:
             self.counts[f"failed_{error.kind}"] += 1
         return run
@@ -134,7 +151,7 @@ class BucketOrigin:
 
     # --- inside ---
 
-    async def _holds(self, want: Want) -> bool:
+    async def _holds(self, likely: int, want: Want) -> bool:
         ref = want.ref
         if not isinstance(ref, BlockWant):
             return False
@@ -145,7 +162,11 @@ class BucketOrigin:
             if await self._exists(ref.name, older):
                 return True
             self._uploads.forget(ref.name, older.gen)
-        return await self._uploads.probe(ref.name, ref.namespace, epoch) is not None
+        return await self._uploads.probe(ref.name, ref.namespace, epoch, likely) is not None
+
+    async def _list(self, ref: object) -> Copy | None:
+        """The newest copy of a block that no earlier answer and no manifest placed."""
+        return await self._uploads.search(ref.name, ref.namespace) if isinstance(ref, BlockWant) and ref.copy is None else None
 
     async def _exists(self, name: BlockName, copy: Copy) -> bool:
         return not isinstance(await self._root.store.head(self._uploads.key(name, copy.gen)), Absent)
@@ -158,7 +179,7 @@ class BucketOrigin:
             epoch = await self._epochs.recent()
             likely = [Copy(0, gen, 0, 0) for gen in range(epoch, max(FIRST_EPOCH, epoch - 1) - 1, -1)]
         miss = await self._first_sound(ref, likely, into)
-        if miss is None or not (named is not None or self._has_time(ref)):
+        if miss is None or named is None:
             return miss
         tried = {copy.gen for copy in likely}
         others = [copy for copy in await self._uploads.generations(ref.name) if copy.gen not in tried]
@@ -174,8 +195,8 @@ class BucketOrigin:
             worst = _worse(miss, worst)
         return worst
 
-    def _has_time(self, ref: BlockWant) -> bool:
-        return ref.until is not None and self._root.clock.monotonic() + _LIST_S < ref.until
+    def _has_time(self, until: float) -> bool:
+        return self._root.clock.monotonic() + _LIST_S < until
 
     async def _read(self, ref: BlockWant, copy: Copy, into: memoryview) -> Miss | None:
         """One generation of a block."""

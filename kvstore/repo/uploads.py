@@ -140,9 +140,20 @@ class Uploads:
         """Put valid bytes over every copy that was found bad (Repair), and at `epoch`."""
         return await self._upload(name, namespace, epoch, raw)
 
-    async def probe(self, name: BlockName, namespace: Namespace, epoch: int) -> Copy | None:
-        """A copy of generation `epoch` or the one before, as known or as HEAD finds it."""
-        return self._fresh(name, epoch) or await self._probe(name, namespace, epoch)
+    async def probe(self, name: BlockName, namespace: Namespace, epoch: int, likely: int = 0) -> Copy | None:
+        """A copy of generation `epoch` or the one before, as known or as HEAD finds it; an older `likely` is looked at first."""
+        fresh = self._fresh(name, epoch)
+        if fresh is not None or not FIRST_EPOCH <= likely < epoch - 1:
+            return fresh or await self._probe(name, namespace, epoch)
+        return await self._look(name, namespace, likely) or await self._probe(name, namespace, epoch)
+
+    async def search(self, name: BlockName, namespace: Namespace) -> Copy | None:
+        """Its newest copy of any generation, by one listing: good to read, and too old to add to a head (R1)."""
+        for copy in await self.generations(name):
+            if _plausible(copy.bytes, name, namespace) and not self._is_bad(name, copy.gen):
+                self.learn(name, copy)
+                return copy
+        return None
 
     async def renew(self, name: BlockName, copy: Copy, epoch: int) -> Copy | None:
         """Copy an older generation to `epoch` inside the store; None where it is gone."""
@@ -204,15 +215,22 @@ class Uploads:
 
     async def _probe(self, name: BlockName, namespace: Namespace, epoch: int) -> Copy | None:
         for gen in range(epoch, max(FIRST_EPOCH, epoch - 1) - 1, -1):
-            if self._is_bad(name, gen):
-                continue
-            self.counts["probes"] += 1
-            meta = await self._root.store.head(self.key(name, gen))
-            if not isinstance(meta, Absent) and _plausible(meta.size, name, namespace):
-                copy = Copy(0, gen, meta.size, 0)
-                self.learn(name, copy)
+            copy = await self._look(name, namespace, gen)
+            if copy is not None:
                 return copy
         return None
+
+    async def _look(self, name: BlockName, namespace: Namespace, gen: int) -> Copy | None:
+        """One generation, by HEAD."""
+        if self._is_bad(name, gen):
+            return None
+        self.counts["probes"] += 1
+        meta = await self._root.store.head(self.key(name, gen))
+        if isinstance(meta, Absent) or not _plausible(meta.size, name, namespace):
+            return None
+        copy = Copy(0, gen, meta.size, 0)
+        self.learn(name, copy)
+        return copy
 
     async def _bring(self, block: Wanted, namespace: Namespace, epoch: int, source: Source) -> Copy | None:
         name, known = block.name, self._known.get(block.name.tier_key)

@@ -139,9 +139,9 @@ class Bucket:
         """Whether its store was reached and is not left alone."""
         return self._repo is not None and self._signs.breaker.state == "closed"
 
-    async def contains(self, wants: Sequence[Want]) -> int:
-        """Leading run."""
-        return 0 if self._repo is None else await self._repo.origin.contains(wants)
+    async def contains(self, wants: Sequence[Want], *, until: float = 0.0, missed: bool = False) -> int:
+        """Leading run; see :meth:`kvstore.repo.blocks.BucketOrigin.contains`."""
+        return 0 if self._repo is None else await self._repo.origin.contains(wants, until=until, missed=missed)
 
     def known(self, wants: Sequence[Want]) -> int:
         """Leading run that earlier answers say is there."""

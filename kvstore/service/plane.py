@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,10 @@ class TenantTiers(msgspec.Struct, frozen=True):
 
 class BucketOrigin(Origin, Protocol):
     """The bucket, which also remembers what it was asked."""
+
+    async def contains(self, wants: Sequence[Want], *, until: float = 0.0, missed: bool = False) -> int:
+        """Leading run that it holds; see :meth:`kvstore.repo.blocks.BucketOrigin.contains`."""
+        ...
 
     def known(self, wants: Sequence[Want]) -> int:
         """Length of the leading run that earlier answers say it holds. Asks nobody."""
@@ -175,6 +180,8 @@ class Plane:
             wants = block_wants(fields, shard, links)
             with self.turns.request():
                 run, miss = leading_run(await stack.get_many(wants, deadline=deadline, reach=farthest))
+                if miss == Miss.ABSENT.value and farthest is Reach.ORIGIN and self._origin is not None:
+                    miss = await self._lengthen(run, self._origin, stack, fields, shard, links, deadline)
         self.reads.leased(links, run, miss)
         return run, miss
 
@@ -215,13 +222,46 @@ class Plane:
             tiers.append(max((str(tier) for tier in column), key=FARTHER.index))
         if request.reach == "bucket" and len(tiers) < len(links) and self._origin is not None:
             rest = links[len(tiers) :]
-            found = await self._in_bucket(self._origin, fields, shards, rest, deadline)
+            found = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False)
             tiers += ["bucket"] * found
         self.reads.asked("lookup", len(tiers), len(links))
         return api.Found(run=len(tiers), tiers=tiers)
 
+    async def _lengthen(
+        self,
+        run: list[Lease],
+        origin: BucketOrigin,
+        stack: Stack,
+        fields: Namespace,
+        shard: Shard,
+        links: Sequence[Link],
+        deadline: float | None,
+    ) -> str:
+        """Lease what the bucket has behind `run` under older generations, too; why there is no more.
+
+        Only whoever looks for them knows of those: a session's blocks are of the epochs in which it grew.
+        """
+        rest = links[len(run) :]
+        try:
+            found = await self._in_bucket(origin, fields, [shard], rest, deadline, missed=True)
+            wants = block_wants(fields, shard, rest[:found])
+            more, miss = leading_run(await stack.get_many(wants, deadline=deadline)) if found else ([], Miss.ABSENT.value)
+        except BaseException:
+            for lease in run:
+                lease.release()
+            raise
+        run += more
+        return miss or (Miss.ABSENT.value if found < len(rest) else "")
+
     async def _in_bucket(
-        self, origin: BucketOrigin, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline: float
+        self,
+        origin: BucketOrigin,
+        fields: Namespace,
+        shards: Sequence[Shard],
+        links: Sequence[Link],
+        deadline: float | None,
+        *,
+        missed: bool,
     ) -> int:
         """Leading run of `links` that the bucket holds for every shard; what it has said of them before, where it takes too long.
 
@@ -230,9 +270,12 @@ class Plane:
         wanted = [block_wants(fields, shard, links) for shard in shards]
 
         async def ask() -> int:
-            return min([await origin.contains(wants) for wants in wanted])
+            run, until = len(links), math.inf if deadline is None else deadline
+            for wants in wanted:
+                run = await origin.contains(wants[:run], until=until, missed=missed)
+            return run
 
-        key = ("run", fields.id, tuple(map(str, shards)), tuple(link.prefix_id for link in links))
+        key = ("run", missed, fields.id, tuple(map(str, shards)), tuple(link.prefix_id for link in links))
         try:
             async with self._questions.join(key, ask, seconds=self._left(deadline), cost=1) as run:
                 return int(run)

@@ -80,3 +80,21 @@ async def test_a_life_on_a_real_server(s3_store, root):
             assert {entry.verb for entry in heads} <= {"list", "get"}
             again = await commit(other, shelf, "世界/t", range(28), 2, NS)
             assert (again.version, again.tokens) == (3, 28)
+
+
+@pytest.mark.seaweed
+async def test_a_fresh_node_finds_what_it_was_not_told_of_by_one_listing(s3_store, root):
+    shelf = Shelf()
+    async with s3_store() as bare:
+        async with opened(bare, SystemClock(), RandomIds(), root=root) as node:
+            links = shelf.fill(NS, range(40))
+            await commit(node, shelf, "s", range(40), 0, NS)
+            for _ in range(2):
+                await node.epochs.advance(await node.epochs.read())
+        store = Faults(bare)
+        async with opened(store, SystemClock(), RandomIds(), root=root) as fresh:
+            asked = [want(NS, BlockName(NS.id, Shard(), link.prefix_id, link.tokens)) for link in links]
+            assert await fresh.origin.contains(asked) == 0
+            store.requests.clear()
+            assert await fresh.origin.contains(asked, until=fresh.root.clock.monotonic() + 60) == 10
+            assert [entry.verb for entry in store.requests].count("list") == 1

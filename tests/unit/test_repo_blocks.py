@@ -1,6 +1,7 @@
 """The bucket as an origin: what it serves is verified, what it lacks is a miss, and what it has is not sent twice."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -242,17 +243,59 @@ async def test_a_block_repaired_under_another_codec_is_still_read(memory, clock,
         assert await read(plain, block, copy=Copy(0, 1, len(shelf.held[block]), 0)) == shelf.held[block]
 
 
-async def test_older_generations_are_listed_only_where_a_deadline_allows(repo, shelf, store, clock):
-    (block,) = names(shelf, range(4))
-    await offer(repo, shelf, block)
+async def test_older_generations_are_listed_only_where_time_allows(repo, shelf, store, clock):
+    blocks = names(shelf, range(4))
+    await offer(repo, shelf, blocks[0])
     await epochs_pass(repo, 4)
+    asked = [want(NS, block) for block in blocks]
     async with opened(store, clock, SeededIds(2)) as other:
         block_requests(store)
-        assert await read(other, block) is Miss.ABSENT
-        assert await read(other, block, until=clock.monotonic() + 0.01) is Miss.ABSENT
-        assert block_requests(store) == ["get", "get"] * 2
-        assert await read(other, block, until=clock.monotonic() + 5) == shelf.held[block]
-        assert block_requests(store)[:4] == ["get", "get", "list", "get"]
+        assert await read(other, blocks[0]) is Miss.ABSENT
+        assert block_requests(store) == ["get", "get"]
+        assert await other.origin.contains(asked) == 0
+        assert await other.origin.contains(asked, until=clock.monotonic() + 0.01) == 0
+        assert block_requests(store) == ["head", "head"] * 2
+        assert await other.origin.contains(asked, until=clock.monotonic() + 5) == 1
+        assert block_requests(store) == ["head", "head", "list"]
+        assert await read(other, blocks[0]) == shelf.held[blocks[0]]
+        assert block_requests(store)[0] == "get"
+
+
+async def test_the_blocks_of_a_session_are_looked_at_under_the_generations_it_grew_in(repo, shelf, store, memory, clock):
+    """One listing for each epoch in which it grew, not one for each block; and none of them for a chain that is nowhere."""
+    for base, tokens in enumerate((80, 160, 240)):
+        await commit(repo, shelf, "s", range(tokens), base, NS)
+        await epochs_pass(repo, 2)
+    blocks = names(shelf, range(400))  # the last 40 were never stored
+    asked = [want(NS, block) for block in blocks]
+    async with opened(store, clock, SeededIds(2)) as other:
+        await other.epochs.read()
+        block_requests(store)
+        assert await other.origin.contains(asked, until=clock.monotonic() + 5) == 60
+        spent = Counter(block_requests(store))
+        assert spent["list"] == 4
+        assert spent["head"] <= 3 * 60  # each, and what the steps reached beyond the ends of three runs
+        assert [other.uploads.known(block).gen for block in blocks[:60:20]] == [1, 3, 5]
+        assert await read(other, blocks[25]) == shelf.held[blocks[25]]
+        await other.origin.aclose()
+        assert block_requests(store) == ["get", "copy"]  # and it is kept young
+        assert await other.origin.contains(asked[60:], until=clock.monotonic() + 5) == 0
+        assert Counter(block_requests(store)) == {"head": 2, "list": 1}
+        assert await other.origin.contains(asked[60:], until=clock.monotonic() + 5, missed=True) == 0
+        assert block_requests(store) == ["list"]
+
+
+async def test_a_chain_of_very_many_generations_is_listed_only_so_often(repo, shelf, store, clock):
+    for base in range(10):
+        await commit(repo, shelf, "s", range(4 * base + 4), base, NS)
+        await epochs_pass(repo, 1)
+    await epochs_pass(repo, 2)
+    async with opened(store, clock, SeededIds(2)) as other:
+        await other.epochs.read()
+        block_requests(store)
+        asked = [want(NS, block) for block in names(shelf, range(40))]
+        assert await other.origin.contains(asked, until=clock.monotonic() + 5) == 8
+        assert block_requests(store).count("list") == 8
 
 
 async def test_a_useful_anonymous_block_is_kept_young(repo, shelf, memory):
@@ -422,8 +465,8 @@ async def test_b32_a_cancelled_offer_gives_the_buffer_back_only_when_the_put_is_
 
 async def test_wants_carry_what_the_hierarchy_needs():
     name = names(Shelf(), range(4))[0]
-    asked = want(NS, name, Copy(0, 3, 10, 0), until=4.5)
+    asked = want(NS, name, Copy(0, 3, 10, 0))
     assert asked.key == name.tier_key
     assert asked.size == codec.layout(NS, Shard(), 4).raw_bytes
-    assert asked.ref == BlockWant(name, NS, Copy(0, 3, 10, 0), 4.5)
+    assert asked.ref == BlockWant(name, NS, Copy(0, 3, 10, 0))
     assert (str(Shard()),) == ONE_SHARD

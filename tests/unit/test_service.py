@@ -325,3 +325,42 @@ async def test_deleted_sessions_are_gone_and_their_names_are_free_again():
             await service.call("default", "get_session", api.OfSession(id="s"))
         receipt = await service.call("default", "commit", commit_of(links[:1], durability="bucket"))
         assert (receipt.version, receipt.tokens) == (1, 16)
+
+
+@pytest.mark.parametrize("deadline_ms", [0, 5000])
+async def test_a_fresh_node_finds_the_blocks_of_a_session_that_grew_in_earlier_epochs(deadline_ms):
+    """Nobody told it where they are: a get, or a look-up, lists the first one that it misses."""
+    store = MemoryStore()
+    links = links_of(NS, 64)
+    async with node(store) as service:
+        await publish(service, "default", NS, links)
+        await service.call("default", "commit", commit_of(links, durability="bucket"))
+        await service.call("default", "collect", api.Collect(now=True))
+    fresh, asked = Faults(store), [*links, *links_of(NS, 320, first=1000)]
+    async with node(fresh, ready=False) as service:
+        leases, miss = await service.plane.get("default", NS.id, Shard(), asked, deadline_ms=deadline_ms, reach="bucket")
+        assert (len(leases), miss) == (4, "absent")
+        for lease, link in zip(leases, links, strict=True):
+            header = codec.layout(NS, Shard(), link.tokens).header_bytes
+            assert bytes(lease.view[header:]) == payload(link, lease.size - header)
+            lease.release()
+        listed = [entry for entry in fresh.requests if entry.verb == "list" and "blocks/" in entry.key]
+        assert len(listed) == 2  # the first block, and the first one that is nowhere
+        assert (await service.call("default", "stats", api.Nothing())).leases == 0
+    async with node(fresh, ready=False) as service:
+        question = api.Lookup(namespace=NS.id, prefix_ids=[link.prefix_id for link in asked], deadline_ms=5000)
+        assert (await service.call("default", "lookup", question)).run == 4
+
+
+async def test_a_get_of_a_cold_chain_costs_one_request_more_than_reading_it():
+    fresh = Faults(MemoryStore())
+    async with node(fresh) as service:
+        cold, before = links_of(NS, 1024), len(fresh.requests)
+        leases, miss = await service.plane.get("default", NS.id, Shard(), cold, deadline_ms=5000, reach="bucket")
+        assert (leases, miss) == ([], "absent")
+        assert [entry.verb for entry in fresh.requests[before:]].count("list") == 1
+        before = len(fresh.requests)
+        shards = [f"t{rank}of8.p0of1.g0" for rank in range(8)]
+        question = api.Lookup(namespace=NS.id, prefix_ids=[link.prefix_id for link in cold], shards=shards, deadline_ms=5000)
+        assert (await service.call("default", "lookup", question)).run == 0
+        assert len(fresh.requests) - before <= 3  # what one rank lacks is not asked for the others
