@@ -68,9 +68,9 @@ class Synthetic(MemoryStore):
         """A head or manifest made up; anything else as in memory."""
         body = b""
         if KEYS.parse_head(key) is not None:
-            body = dump(_head(int(key.rpartition("/")[2], 16)))
+            body = dump(_head(int(key.rpartition("/")[2], 16)), key)
         elif KEYS.parse_manifest(key) is not None:
-            body = dump(_manifest(int(key.split("/")[-2], 16)))
+            body = dump(_manifest(int(key.split("/")[-2], 16)), key)
         if not body:
             return await super().get(key, range=range, into=into, if_none_match=if_none_match)
         return Got(memoryview(body), '"e"', len(body), 0.0)

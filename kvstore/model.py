@@ -1,10 +1,15 @@
-"""What the protocol stores: registers and manifests, as frozen values. See schema/FORMAT.md and docs/ordering.md."""
+"""What the protocol stores: registers and manifests, as frozen values. See schema/FORMAT.md and docs/ordering.md.
+
+Each body begins with a digest of itself and of its key, so that no bit that flipped on a wire or on a disk, and no answer that was
+meant for somebody else, is ever taken for a value, let alone written back by the next swap.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
+from blake3 import blake3
 
 from kvstore.errors import Corrupt, Unsupported
 from kvstore.ids import MAX_BLOCK_TOKENS, NamespaceId, PrefixId
@@ -14,17 +19,29 @@ RECENT: Final = 32  # write ids a head remembers (R8)
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024  # decoded; about 500,000 entries
 MAX_BLOCKS: Final = 1 << 16  # of one manifest: 16 million tokens at 256
+MAX_EPOCH: Final = 9_999_999_997  # a generation has ten digits in a key; an epoch every second would come here in 317 years
 
 # Bounds that hold for any stored value; `parse` refuses what lies outside, and the JSON Schemas state them.
 _Hex64 = msgspec.Meta(pattern="^[0-9a-f]{64}$", min_length=64, max_length=64)
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]  # what every JSON implementation reads exactly
+_Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 
 # `gc=False` below: a node caches thousands of these. They are trees of immutable values and in no cycle, so that the garbage
 # collector, which stops everything while it looks, has no reason to walk them.
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What is stored as JSON with a digest of itself.
+
+    Attributes:
+        SEGMENTS: How many segments its key has under the root: the part of the key that the digest covers.
+    """
+
+    SEGMENTS: ClassVar[int] = 1
+
+
+class Format(Body, frozen=True, kw_only=True):
     """`format.json`: what wrote this root, and what its store was seen to guarantee."""
 
     v: int = FORMAT_VERSION
@@ -33,11 +50,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     guarantees: dict[str, bool] = {}
 
 
-class Epoch(msgspec.Struct, frozen=True, kw_only=True):
+class Epoch(Body, frozen=True, kw_only=True):
     """The register `epoch`. It only grows (R9)."""
 
     v: int = FORMAT_VERSION
-    epoch: _Natural
+    epoch: _Epoch
     write: str = ""
 
 
@@ -76,7 +93,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     history: tuple[Version, ...] = ()
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Head(Body, frozen=True, kw_only=True, gc=False):
     """The register `heads/<tenant>/<family>`: a session and its forks.
 
     Attributes:
@@ -89,12 +106,13 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         branches: By branch id, which is never reused (R7).
     """
 
+    SEGMENTS: ClassVar[int] = 3
     v: int = FORMAT_VERSION
     swaps: _Natural = 0
     write: str = ""
     recent: tuple[str, ...] = ()
     open: bool = True
-    sealed_at: _Natural = 0
+    sealed_at: _Epoch = 0
     dead: bool = False
     branches: dict[str, Branch] = {}
 
@@ -103,7 +121,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One stored object of a block: which shard (index into the manifest's `shards`), its generation and its size."""
 
     shard: _Natural
-    gen: _Natural
+    gen: _Epoch
     bytes: _Natural
     header_bytes: _Natural
 
@@ -116,7 +134,7 @@ class BlockRef(msgspec.Struct, frozen=True, gc=False):
     copies: tuple[Copy, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Manifest(Body, frozen=True, kw_only=True, gc=False):
     """`manifests/<tenant>/<family>/<gen>-<id>`: immutable; the blocks of one version, in prefix order.
 
     Attributes:
@@ -126,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         created: Store-clock seconds.
     """
 
+    SEGMENTS: ClassVar[int] = 4
     v: int = FORMAT_VERSION
     namespace: Annotated[NamespaceId, _Hex64]
     shards: tuple[str, ...]
@@ -136,9 +155,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     blocks: tuple[BlockRef, ...] = ()
 
 
-class Name(msgspec.Struct, frozen=True, kw_only=True):
+class Name(Body, frozen=True, kw_only=True):
     """`names/<tenant>/<name>/<namespace>/<lane>`: the family and branch a session id means. Never deleted (R7)."""
 
+    SEGMENTS: ClassVar[int] = 5
     v: int = FORMAT_VERSION
     name: str
     family: str
@@ -146,29 +166,61 @@ class Name(msgspec.Struct, frozen=True, kw_only=True):
     write: str = ""
 
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
+
+_OPENING: Final = b'{"digest":"'
+_BLANK: Final = _OPENING + b"0" * 64  # the digest always stands here, so that no JSON is read before it is verified
+_FIELDS: Final = len(_BLANK)
+_FSCK: Final = "`kvtier fsck` lists all that is damaged at rest; docs/operations.md (damaged registers) says how each comes back"
 
 
 class _Tagged(msgspec.Struct):
     v: int
 
 
-def parse(data: bytes | memoryview, kind: type[T], what: str) -> T:
-    """A stored JSON value. `what` names it in errors.
+def parse(data: bytes | bytearray | memoryview, kind: type[T], key: str) -> T:
+    """A stored JSON value.
+
+    Args:
+        data: The body.
+        kind: What it must be.
+        key: Where it was read.
 
     Raises:
         Unsupported: The value says a format version that this code does not know: refused, never guessed (I10).
-        Corrupt: It is not such a value.
+        Corrupt: It is not what was stored at that key, or no such value.
     """
+    body = memoryview(data)
+    if body[:_FIELDS].tobytes() != _OPENING + _digest(body[_FIELDS:], kind, key):
+        raise Corrupt(f"{key} is not a valid {kind.__name__}: its bytes do not match their digest", remedy=_FSCK)
     try:
-        version = msgspec.json.decode(data, type=_Tagged).v
+        version = msgspec.json.decode(body, type=_Tagged).v
         if version != FORMAT_VERSION:
-            raise Unsupported(f"{what} has format version {version}; this kvtier knows {FORMAT_VERSION}", kind="unknown_format")
-        return msgspec.json.decode(data, type=kind)
+            raise Unsupported(f"{key} has format version {version}; this kvtier knows {FORMAT_VERSION}", kind="unknown_format")
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:  # the latter two: deep nesting, broken UTF-8
-        raise Corrupt(f"{what} is not a valid {kind.__name__}: {error}") from None
+        raise Corrupt(f"{key} is not a valid {kind.__name__}: {error}", remedy=_FSCK) from None
 
 
-def dump(value: msgspec.Struct) -> bytes:
-    """A value as stored: JSON with fields in declaration order."""
-    return msgspec.json.encode(value)
+def dump(value: Body, key: str) -> bytes:
+    """A value as it is stored at `key`: JSON with the digest first, then fields in declaration order."""
+    return sealed(msgspec.json.encode(value), type(value), key)
+
+
+def sealed(text: bytes, kind: type[Body], key: str) -> bytes:
+    """The text of a JSON object that has no digest yet, as it is stored at `key`."""
+    rest = b'",' + text[1:]
+    return b"".join((_OPENING, _digest(rest, kind, key), rest))
+
+
+def stored_bytes(value: Body) -> int:
+    """How long `dump` is."""
+    return len(msgspec.json.encode(value)) + _FIELDS + 1  # `{` became `",`
+
+
+def _digest(rest: bytes | memoryview, kind: type[Body], key: str) -> bytes:
+    """Of a body with 64 zeros for its digest, `rest` being what follows them, and of its key under the root."""
+    found = blake3(_BLANK)
+    found.update(rest)
+    found.update("/".join(key.split("/")[-kind.SEGMENTS :]).encode())
+    return found.hexdigest().encode()

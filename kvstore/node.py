@@ -156,7 +156,9 @@ async def _repository(
         hedging = await lifetime.enter_async_context(HedgingStore.open(counter, clock, signs.hedges))
         breaking = BreakingStore.open(hedging, signs.breaker, clock, keys.format, signs.faults.saw)
         retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids, rest=signs.breaker.rest)
-        opening = Repo.open(retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen)
+        opening = Repo.open(
+            retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen, corrupt_reads=signs.corrupt_reads
+        )
         repo = await lifetime.enter_async_context(opening)
         yield repo
 

@@ -10,9 +10,10 @@ import msgspec
 
 from kvstore.errors import KINDS, Problem
 from kvstore.ids import Namespace
-from kvstore.model import Epoch, Format, Head, Manifest, Name
+from kvstore.model import Body, Epoch, Format, Head, Manifest, Name
 
 STORED = {"format": Format, "epoch": Epoch, "head": Head, "manifest": Manifest, "name": Name, "namespace": Namespace}
+DIGEST = "Of the body and its key (FORMAT.md, section 6.1): its 64 digits are bytes 11 to 74."
 
 
 def described(components: dict[str, Any]) -> dict[str, Any]:
@@ -39,9 +40,13 @@ def schemas() -> dict[str, bytes]:
     for name, kind in {**STORED, "problem": Problem}.items():
         parts = components_of([kind], "#/$defs/{name}")
         top = parts.pop(kind.__name__)
-        if "v" in top["properties"]:
+        if issubclass(kind, Body):
+            top["properties"] = {
+                "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": DIGEST},
+                **top["properties"],
+            }
             top["properties"]["v"] = {"const": 1, "description": "Format version; an unknown one is refused."}
-            top["required"] = ["v", *top["required"]] if "required" in top else ["v"]
+            top["required"] = ["digest", "v", *top.get("required", [])]
         if kind is Namespace:
             top["required"] = list(top["properties"])  # its bytes are hashed: every field is there
             parts["Group"]["required"] = list(parts["Group"]["properties"])

@@ -23,7 +23,7 @@ def vectors(schema: Path) -> dict[str, bytes]:
         "shards": page("shards as text; tensors [name, dtype, shape] of a block of them; null where refused", _shards()),
         "keys": page("ids -> key segments (null where refused); whole keys", _keys()),
         "blocks": block_page,
-        "values": page("stored JSON values: `valid`, or `corrupt`, or of an `unknown` version", _values()),
+        "values": page("stored JSON values, each with its key: `valid`, or `corrupt`, or of an `unknown` version", _values()),
     }
     return {
         **{f"schema/vectors/{name}.json": _json(page) for name, page in pages.items()},
@@ -270,15 +270,25 @@ def _values() -> dict[str, Any]:
         history=(model.Version(seq=40, manifest=f"0000000056-{'b' * 32}", n=1, at=1.5),),
     )
     head = model.Head(swaps=812, write="c" * 32, recent=("d" * 32, "c" * 32), sealed_at=56, branches={"e" * 32: branch})
-    values: list[tuple[str, msgspec.Struct]] = [
+    whole = keys.Keys()
+    places = {
+        "format": whole.format,
+        "epoch": whole.epoch,
+        "head": whole.head("a/b", "f" * 32),
+        "name": whole.name("a/b", "chat/42", TINY.id, "main"),
+        "manifest": whole.manifest("a/b", "f" * 32, keys.manifest_name(57, "a" * 32)),
+    }
+    values: list[tuple[str, model.Body]] = [
         ("format", model.Format(store_id="f" * 32, created=1767225600.0, guarantees={"create": True})),
         ("epoch", model.Epoch(epoch=57, write="0" * 32)),
+        ("epoch", model.Epoch(epoch=model.MAX_EPOCH)),
         ("head", model.Head()),
         ("head", head),
         ("name", model.Name(name="chat/42", family="f" * 32, branch="e" * 32)),
         ("manifest", manifest),
     ]
-    text = model.dump(manifest).decode()
+    kinds = {kind: type(value) for kind, value in values}
+    text = msgspec.json.encode(manifest).decode()
     bad = [
         ("manifest", "unknown", text.replace('"v":1', '"v":2')),
         ("manifest", "corrupt", text.replace('"tokens":16', '"tokens":0', 1)),
@@ -291,15 +301,29 @@ def _values() -> dict[str, Any]:
         ("manifest", "corrupt", text[:-1]),
         ("manifest", "corrupt", text.replace('"v":1,', "")),
         ("epoch", "corrupt", '{"v":1,"epoch":-1}'),
+        ("epoch", "corrupt", '{"v":1,"epoch":9999999998}'),
         ("epoch", "corrupt", '{"v":1,"epoch":"57"}'),
         ("epoch", "unknown", '{"v":0,"epoch":57}'),
-        ("head", "corrupt", ""),
         ("head", "corrupt", "[]"),
         ("head", "corrupt", '{"v":1,"branches":' + "[" * 5000),
     ]
+
+    def case(kind: str, state: str, body: str) -> dict[str, Any]:
+        return {"kind": kind, "key": places[kind], "is": state, "text": body}
+
+    sound = model.dump(head, places["head"]).decode()
+    elsewhere = model.dump(head, whole.head("a/b", "e" * 32)).decode()
+    damaged = [
+        *("", "{}", '{"v":1}', text, elsewhere, sound + " ", " " + sound, sound[:-1]),
+        *(sound.replace('"swaps":812', '"swaps":813'), sound.replace('"v":1', '"v":2'), sound.replace("true", "True", 1)),
+        sound[:11] + sound[11:75].upper() + sound[75:],
+        sound[:11] + "0" * 64 + sound[75:],
+        '{"v":1,' + sound[1:75] + '"' + sound[82:],
+    ]
     return {
         "values": [
-            *({"kind": kind, "is": "valid", "text": model.dump(value).decode()} for kind, value in values),
-            *({"kind": kind, "is": state, "text": altered} for kind, state, altered in bad),
+            *(case(kind, "valid", model.dump(value, places[kind]).decode()) for kind, value in values),
+            *(case(kind, state, model.sealed(body.encode(), kinds[kind], places[kind]).decode()) for kind, state, body in bad),
+            *(case("head", "corrupt", body) for body in damaged),
         ]
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -14,7 +14,7 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Denied, KVTierError
 from kvstore.keys import Keys
-from kvstore.model import Epoch, parse
+from kvstore.model import Body, Epoch, parse
 from kvstore.objects import Absent, Got, ObjectStore, S3Settings, S3Store, Unchanged, probe
 from kvstore.objects.admin import BucketAdmin
 from kvstore.objects.credential_chain import chain
@@ -100,8 +100,8 @@ async def _root(store: ObjectStore, keys: Keys) -> Finding:
     try:
         form, epoch, hint = [await store.get(key) for key in (keys.format, keys.epoch, keys.collect_hint)]
         if isinstance(form, Got) and isinstance(epoch, Got):
-            now = parse(bytes(epoch.data), Epoch, "epoch").epoch
-            seen = _collected(hint)
+            now = parse(epoch.data, Epoch, keys.epoch).epoch
+            seen = _collected(hint, keys.collect_hint)
             if seen <= now:
                 return Finding(name="root", status="ok", detail=f"{where} holds sessions of kvtier, epoch {now}")
             detail = (
@@ -120,16 +120,17 @@ class _Collected(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class _Hint(msgspec.Struct, frozen=True):
+class _Hint(Body, frozen=True):
     """What is of interest in `hints/collect`."""
 
+    SEGMENTS: ClassVar[int] = 2
     collected: _Collected
 
 
-def _collected(hint: Got | Absent | Unchanged) -> int:
+def _collected(hint: Got | Absent | Unchanged, key: str) -> int:
     """The epoch that the last collection went by; 0 where that is not known."""
-    with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(hint.data, type=_Hint).collected.epoch if isinstance(hint, Got) else 0
+    with suppress(KVTierError):
+        return parse(hint.data, _Hint, key).collected.epoch if isinstance(hint, Got) else 0
     return 0
 
 

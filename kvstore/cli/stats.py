@@ -31,6 +31,7 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             "store requests": _counts(found.store_requests),
             "breaker": f"{found.bucket.breaker}, opened {found.bucket.opened:,}, refused {found.bucket.refused:,}",
             "hedged reads": f"{found.bucket.hedges_sent:,}, {found.bucket.hedges_won:,} won",
+            "damaged reads": f"{sum(found.bucket.corrupt_reads.values()):,}",
             "reads": _counts(found.reads),
             "missed tokens": _counts(found.tokens_missed),
             **({"restarted tasks": _counts(found.restarts)} if found.restarts else {}),

@@ -299,7 +299,7 @@ class _Collection:
         return not head.open and not self._idle(head) and not any(expired(b, self._clock) for b in head.branches.values())
 
     def _remember(self, key: str, position: Position) -> None:
-        body = dump(msgspec.structs.replace(position.head, recent=()))  # never swapped again: it is only looked at
+        body = dump(msgspec.structs.replace(position.head, recent=()), key)  # never swapped again: it is only looked at
         self._known.put(key, KnownHead(position.etag, body), 300 + len(key) + len(body))
 
     async def _tell_expired(self, key: str, head: Head, over: Mapping[str, Branch]) -> None:

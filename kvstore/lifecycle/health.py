@@ -109,12 +109,14 @@ class StoreSigns:
         breaker: Whether requests are sent at all.
         hedges: Second GETs: `sent`, and those that `won`.
         faults: What waiting does not mend.
+        corrupt_reads: Registers and manifests that were not what they claim to be, by folder.
     """
 
     def __init__(self, clock: Clock, ids: Ids) -> None:
         self.counters: list[CountingStore] = []
         self.breaker = Breaker(clock, ids)
         self.hedges: Counter[str] = Counter()
+        self.corrupt_reads: Counter[str] = Counter()
         self.faults = StoreFaults(clock)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import msgspec
 
 from kvstore.api import Collected, Usage
 from kvstore.errors import KVTierError
-from kvstore.model import FORMAT_VERSION, dump, parse
+from kvstore.model import FORMAT_VERSION, Body, dump, parse
 from kvstore.objects.base import OVERWRITE
 from kvstore.repo.root import Root
 
-H = TypeVar("H", bound=msgspec.Struct)
+H = TypeVar("H", bound=Body)
 MOST_USAGE: Final = 1000  # namespaces that are told apart; a hint is a small object
 
 
-class CollectHint(msgspec.Struct, frozen=True, kw_only=True):
+class CollectHint(Body, frozen=True, kw_only=True):
     """`hints/collect`.
 
     Attributes:
@@ -27,17 +27,19 @@ class CollectHint(msgspec.Struct, frozen=True, kw_only=True):
         collected: What it did; None before its end.
     """
 
+    SEGMENTS: ClassVar[int] = 2
     v: int = FORMAT_VERSION
     at: float
     epoch: int
     after: str = ""
-    usage: list[Usage] = []
+    usage: list[Usage] = msgspec.field(default_factory=list)
     collected: Collected | None = None
 
 
-class UsageHint(msgspec.Struct, frozen=True, kw_only=True):
+class UsageHint(Body, frozen=True, kw_only=True):
     """`hints/usage`: what was alive at the end of the last collection."""
 
+    SEGMENTS: ClassVar[int] = 2
     v: int = FORMAT_VERSION
     at: float
     usage: list[Usage]
@@ -55,6 +57,6 @@ async def read_hint(root: Root, key: str, kind: type[H]) -> H | None:
 async def write_hint(root: Root, key: str, hint: CollectHint | UsageHint) -> None:
     """Leave a hint, if the store takes it."""
     try:
-        await root.store.put(key, dump(hint), OVERWRITE)
+        await root.store.put(key, dump(hint, key), OVERWRITE)
     except KVTierError:
         return

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from kvstore.errors import Corrupt, Unavailable
-from kvstore.model import Epoch, dump, parse
+from kvstore.model import MAX_EPOCH, Epoch, dump, parse
 from kvstore.objects.base import Absent, Unchanged, Update
 from kvstore.repo.root import MAX_REGISTER_BYTES, Root, outcome_unknown
 
@@ -40,18 +40,24 @@ class Epochs:
 
         Raises:
             Unavailable: `store_not_initialised`: it is missing, and everybody stops.
-            Corrupt: It went back, so an older copy of the bucket was put in place: nothing may be added or deleted.
+            Corrupt: It is damaged; or it went back, so an older copy of the bucket was put in place. Nothing is added or deleted.
         """
         before = self.latest
+        found = await self._root.sound(self._root.keys.epoch, self._read)
+        if found.epoch < before:
+            raise Corrupt(
+                f"the epoch went back from {before} to {found.epoch}: the bucket was replaced by an older copy of itself",
+                remedy="stop every node, and restore the whole prefix to one point in time into an empty one",
+            )
+        self.latest = max(self.latest, found.epoch)
+        self._read_at = self._root.clock.monotonic()
+        return found
+
+    async def _read(self) -> Reading:
         got = await self._root.store.get(self._root.keys.epoch, into=memoryview(bytearray(MAX_REGISTER_BYTES)))
         if isinstance(got, Absent | Unchanged):
             raise Unavailable(f"{self._root.keys.epoch} is missing: nobody may write or collect", kind="store_not_initialised")
-        epoch = parse(got.data, Epoch, "epoch").epoch
-        if epoch < before:
-            raise Corrupt(f"the epoch went back from {before} to {epoch}: the bucket was replaced by an older copy of itself")
-        self.latest = max(self.latest, epoch)
-        self._read_at = self._root.clock.monotonic()
-        return Reading(epoch, got.etag, got.modified)
+        return Reading(parse(got.data, Epoch, self._root.keys.epoch).epoch, got.etag, got.modified)
 
     @property
     def fresh(self) -> bool:
@@ -67,10 +73,17 @@ class Epochs:
 
         Raises:
             Unavailable: The store does not answer; the epoch may have grown.
+            Corrupt: It is the last one that a key has room for, which no bucket comes to by itself.
         """
+        key = self._root.keys.epoch
         for attempt in range(_TRIES):
-            body = dump(Epoch(epoch=seen.epoch + 1, write=self._root.ids.new()))
-            await self._root.attempt(self._root.keys.epoch, body, Update(seen.etag))
+            if seen.epoch >= MAX_EPOCH:
+                raise Corrupt(
+                    f"{key} is {seen.epoch}, the last there is: something other than kvtier wrote it",
+                    remedy="commits go on and nothing is collected; move what matters to an empty root",
+                )
+            body = dump(Epoch(epoch=seen.epoch + 1, write=self._root.ids.new()), key)
+            await self._root.attempt(key, body, Update(seen.etag))
             now = await self.read()
             if now.epoch > seen.epoch:
                 return now

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
 from cachetools import LRUCache
 
 from kvstore.errors import TooManyBranches, Unavailable
-from kvstore.model import MAX_HEAD_BYTES, RECENT, Branch, Head, Version, dump, parse
+from kvstore.model import MAX_HEAD_BYTES, RECENT, Branch, Head, Version, dump, parse, stored_bytes
 from kvstore.objects.base import CREATE, Absent, Unchanged, Update
 from kvstore.repo.root import MAX_REGISTER_BYTES, Root
 
@@ -48,9 +49,12 @@ class Heads:
         """The head now; None where there is none.
 
         Raises:
-            Corrupt: It is no head.
+            Corrupt: It is not what was stored there, whoever asks.
             Unsupported: It has a newer format version (I10).
         """
+        return await self._root.sound(key, partial(self._read, key))
+
+    async def _read(self, key: str) -> Position | None:
         known = self._cache.get(key)
         got = await self._root.store.get(
             key, into=memoryview(bytearray(MAX_REGISTER_BYTES)), if_none_match=known.etag if known else None
@@ -77,7 +81,7 @@ class Heads:
         for attempt in range(_TRIES):
             family, write = self._root.ids.new(), self._root.ids.new()
             key, head = self._root.keys.head(tenant, family), Head(swaps=1, write=write, recent=(write,))
-            etag = await self._root.attempt(key, dump(head), CREATE)
+            etag = await self._root.attempt(key, dump(head, key), CREATE)
             if etag is not None:
                 made = Position(head, etag)
                 self._keep(key, made)
@@ -91,7 +95,7 @@ class Heads:
         The epoch goes on only along this chain; a caller who gets None reads head and epoch again.
         """
         self._cache.pop(key, None)
-        etag = await self._root.attempt(key, dump(new), Update(old.etag))
+        etag = await self._root.attempt(key, dump(new, key), Update(old.etag))
         if etag is None:
             return None
         self._keep(key, Position(new, etag))  # whoever finds it here has read no epoch after it
@@ -136,12 +140,12 @@ def fitted(head: Head, *, growing: bool) -> Head:
     """
     limit = MAX_HEAD_BYTES * 7 // 8 if growing else MAX_HEAD_BYTES
     large = len(head.branches) > HISTORY_UNTIL
-    if not large and len(dump(head)) <= limit:
+    if not large and stored_bytes(head) <= limit:
         return head
     for keep in (0,) if large else (32, 16, 8, 4, 2, 1, 0):
         branches = {name: _with_history(branch, keep) for name, branch in head.branches.items()}
         smaller = msgspec.structs.replace(head, branches=branches)
-        if len(dump(smaller)) <= limit:
+        if stored_bytes(smaller) <= limit:
             return smaller
     raise TooManyBranches(f"this family of sessions has {len(head.branches)} branches, more than one head can hold")
 

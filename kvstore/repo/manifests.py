@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from cachetools import LRUCache
@@ -43,7 +44,9 @@ class Manifests:
             raise Invalid(f"this version cannot be stored: {wrong}")
         name = manifest_name(epoch, self._root.ids.new())
         key = self._root.keys.manifest(tenant, family, name)
-        await self._root.put(key, pack(manifest), CREATE)  # False: an earlier try of ours landed, for nobody else knows this name
+        await self._root.put(
+            key, pack(manifest, key), CREATE
+        )  # False: an earlier try of ours landed, for nobody else knows this name
         self._remember(key, manifest)
         return name
 
@@ -54,17 +57,19 @@ class Manifests:
 
     async def fetch(self, key: str) -> Manifest | None:
         """As `get`, read from the store whether it is known or not."""
-        data = await self._read(key)
-        if data is None:
-            return None
-        manifest = unpack(data, key)
-        self._remember(key, manifest)
+        manifest = await self._root.sound(key, partial(self._fetch, key))
+        if manifest is not None:
+            self._remember(key, manifest)
         return manifest
 
     def known(self, key: str) -> Manifest | None:
         """A manifest if it is in memory; asks nobody."""
         found = self._cache.get(key)
         return None if found is None else found[0]
+
+    async def _fetch(self, key: str) -> Manifest | None:
+        data = await self._read(key)
+        return None if data is None else unpack(data, key)
 
     async def _read(self, key: str) -> bytes | None:
         got = await self._root.store.get(key, range=(0, _FIRST_READ))
@@ -84,15 +89,19 @@ class Manifests:
             self._cache[key] = (manifest, weight)
 
 
-def pack(manifest: Manifest) -> bytes:
-    """A manifest as stored: JSON, in one zstd frame above 16 KiB. Raises `Invalid` where it is larger than any reader takes."""
-    body = dump(manifest)
+def pack(manifest: Manifest, key: str) -> bytes:
+    """A manifest as it is stored at `key`: JSON, in one zstd frame above 16 KiB.
+
+    Raises:
+        Invalid: It is larger than any reader takes.
+    """
+    body = dump(manifest, key)
     if len(body) > MAX_MANIFEST_BYTES:
         raise Invalid(f"a manifest of {len(body)} bytes is larger than {MAX_MANIFEST_BYTES}: commit fewer blocks or shards at once")
     return codec.compressed(body) if len(body) > _COMPRESS_ABOVE else body
 
 
-def unpack(data: bytes, what: str) -> Manifest:
+def unpack(data: bytes, key: str) -> Manifest:
     """The inverse of `pack`, bounded before anything is allocated, and checked.
 
     Raises:
@@ -100,11 +109,11 @@ def unpack(data: bytes, what: str) -> Manifest:
         Unsupported: It has a newer format version (I10).
     """
     if data[:4] == _FRAME:
-        data = codec.decompressed(data, range(1, MAX_MANIFEST_BYTES + 1), what)
-    manifest = parse(data, Manifest, what)
+        data = codec.decompressed(data, range(1, MAX_MANIFEST_BYTES + 1), key)
+    manifest = parse(data, Manifest, key)
     wrong = _wrong(manifest)
     if wrong:
-        raise Corrupt(f"{what}: {wrong}")
+        raise Corrupt(f"{key}: {wrong}")
     return manifest
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
 from cachetools import LRUCache
 
-from kvstore.errors import AlreadyExists, Unavailable
+from kvstore.errors import AlreadyExists, Corrupt, Unavailable
 from kvstore.ids import NamespaceId
 from kvstore.model import Name, dump, parse
 from kvstore.objects.base import CREATE, Absent, PutMode, Unchanged, Update
@@ -39,6 +40,9 @@ class Names:
 
     async def read(self, key: str) -> Held | None:
         """What it means now; None where nobody ever had it. Raises `Corrupt`, `Unsupported`."""
+        return await self._root.sound(key, partial(self._read, key))
+
+    async def _read(self, key: str) -> Held | None:
         known = self._cache.get(key)
         into = memoryview(bytearray(_MAX_BYTES))
         got = await self._root.store.get(key, into=into, if_none_match=known.etag if known else None)
@@ -75,7 +79,7 @@ class Names:
         for attempt in range(_TRIES):
             if attempt > 1:
                 await self._root.pause(attempt)
-            etag = await self._root.attempt(key, dump(value), mode)
+            etag = await self._root.attempt(key, dump(value, key), mode)
             if etag is not None:
                 self._cache[key] = Held(value, etag)
                 return
@@ -94,7 +98,7 @@ class Names:
     async def _look(self, key: str) -> Held | None:
         try:
             return await self.read(key)
-        except Unavailable as error:
+        except (Corrupt, Unavailable) as error:
             raise outcome_unknown("naming this session", error) from error
 
     async def lanes(self, tenant: str, session: str) -> list[tuple[NamespaceId, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -101,6 +102,7 @@ class Repo:
         settings: RepoSettings | None = None,
         *,
         guarantees: dict[str, bool] | None = None,
+        corrupt_reads: Counter[str] | None = None,
     ) -> AsyncIterator[Self]:
         """Open a root for as long as the block lasts; what was begun is finished before it ends.
 
@@ -112,13 +114,15 @@ class Repo:
             run: Runs encoding and verification on threads, such as `tiering.Movers.run`.
             settings: How it behaves.
             guarantees: What the start-up probe found; kept in `format.json` of a root that is made here.
+            corrupt_reads: Counts registers and manifests that were not what they claim to be, by folder.
 
         Raises:
             Unsupported: Its format version is unknown (I10).
             Unavailable: The store is out of reach; or `store_not_initialised`: `format.json` or `epoch` is missing (R9).
         """
         settings = settings or RepoSettings()
-        repo = cls(await Root.open(store, keys, clock, ids, init=settings.init, guarantees=guarantees), run, settings)
+        root = await Root.open(store, keys, clock, ids, init=settings.init, guarantees=guarantees, corrupt_reads=corrupt_reads)
+        repo = cls(root, run, settings)
         await repo.epochs.read()
         try:
             yield repo

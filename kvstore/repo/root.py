@@ -5,10 +5,14 @@ Everything else of this package is handed a :class:`Root` and speaks to the stor
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
+from blake3 import blake3
 from cachetools import LRUCache
 
 from kvstore.clock import Clock, Ids
@@ -19,6 +23,7 @@ from kvstore.model import Epoch, Format, dump, parse
 from kvstore.objects.base import CREATE, Absent, Buffer, ObjectStore, PutMode, Stored, Unchanged
 from kvstore.repo.together import together
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -46,10 +51,12 @@ class Root:
         keys: How they are named.
         clock: This host's.
         ids: For families, branches, manifests and write ids.
+        corrupt_reads: Answers that were not what they claim to be, by folder of the key: `heads`, `epoch`, ...
     """
 
-    def __init__(self, store: ObjectStore, keys: Keys, clock: Clock, ids: Ids) -> None:
+    def __init__(self, store: ObjectStore, keys: Keys, clock: Clock, ids: Ids, corrupt_reads: Counter[str] | None = None) -> None:
         self.store, self.keys, self.clock, self.ids = store, keys, clock, ids
+        self.corrupt_reads: Counter[str] = corrupt_reads if corrupt_reads is not None else Counter()
         self._offset: float | None = None  # store's clock minus our monotonic one
         self._sampled = 0.0
         self._namespaces: LRUCache[str, Namespace] = LRUCache(_NAMESPACES_CACHED)
@@ -64,6 +71,7 @@ class Root:
         *,
         init: bool = True,
         guarantees: dict[str, bool] | None = None,
+        corrupt_reads: Counter[str] | None = None,
     ) -> Root:
         """Check that this root is one of ours.
 
@@ -74,12 +82,14 @@ class Root:
             ids: Fresh names.
             init: Whether an *empty* root is made one of ours.
             guarantees: What the start-up probe found the store to guarantee; kept in `format.json` by `init`.
+            corrupt_reads: Counts answers that were not what they claim to be.
 
         Raises:
+            Corrupt: Its `format.json` is damaged.
             Unsupported: Its format version is unknown (I10).
             Unavailable: `store_not_initialised`: `format.json` or `epoch` is missing under a root that holds something (R9).
         """
-        root = cls(store, keys, clock, ids)
+        root = cls(store, keys, clock, ids, corrupt_reads)
         if init:
             await root._init(guarantees or {})
         await root.check()
@@ -88,10 +98,13 @@ class Root:
 
     async def check(self) -> None:
         """Read `format.json`: the store answers, it is ours, and we know its format."""
+        await self.sound(self.keys.format, self._check)
+
+    async def _check(self) -> None:
         body = await self.register(self.keys.format)
         if body is None:
             raise _not_initialised(self.keys.format)
-        parse(body, Format, "format.json")
+        parse(body, Format, self.keys.format)
 
     async def _init(self, guarantees: dict[str, bool]) -> None:
         """Create `epoch`, then `format.json`, once, in an empty root. A crash between the two leaves a root that is still empty."""
@@ -103,11 +116,34 @@ class Root:
             for meta in page:
                 if meta.key not in ours and not meta.key.startswith(passing):
                     raise _not_initialised(self.keys.format)
-        await self.put(self.keys.epoch, dump(Epoch(epoch=FIRST_EPOCH, write=self.ids.new())), CREATE)
+        first = Epoch(epoch=FIRST_EPOCH, write=self.ids.new())
+        await self.put(self.keys.epoch, dump(first, self.keys.epoch), CREATE)
         made = Format(store_id=self.ids.new(), created=await self.store.now(), guarantees=guarantees)
-        await self.put(self.keys.format, dump(made), CREATE)
+        await self.put(self.keys.format, dump(made, self.keys.format), CREATE)
 
     # --- the store, as this package uses it ---
+
+    async def sound(self, key: str, read: Callable[[], Awaitable[R]]) -> R:
+        """What is read at `key`, and read once more where it is not what it claims to be.
+
+        Damage on the way is the common kind, and the next answer is whole. What is damaged twice lies so in the store.
+
+        Raises:
+            Corrupt: Both times.
+        """
+        try:
+            return await read()
+        except Corrupt as error:
+            self._note(key, "it is read again", error)
+        try:
+            return await read()
+        except Corrupt as error:
+            self._note(key, "again", error)
+            raise
+
+    def _note(self, key: str, what: str, error: Corrupt) -> None:
+        self.corrupt_reads[key.removeprefix(self.keys.root).partition("/")[0]] += 1
+        log.warning("a damaged answer of the store, %s: %s", what, error.message)
 
     async def register(self, key: str) -> bytes | None:
         """A small object's bytes, or None where it is absent."""
@@ -169,11 +205,15 @@ class Root:
         """A namespace's fields; None where nobody registered it. Raises `Corrupt` where they are not those of that id."""
         known = self._namespaces.get(namespace)
         if known is None:
-            body = await self.register(self.keys.namespace(namespace))
-            if body is None:
-                return None
-            known = self._namespaces[namespace] = _namespace(body, namespace)
+            key = self.keys.namespace(namespace)
+            known = await self.sound(key, partial(self._read_namespace, key, namespace))
+            if known is not None:
+                self._namespaces[namespace] = known
         return known
+
+    async def _read_namespace(self, key: str, namespace: NamespaceId) -> Namespace | None:
+        body = await self.register(key)
+        return None if body is None else _namespace(body, namespace)
 
     async def namespaces(self, tenant: str) -> list[Namespace]:
         """All of a tenant's, by id. What is unreadable is left out: `fsck` names it."""
@@ -203,10 +243,11 @@ def _not_initialised(key: str) -> Unavailable:
 
 
 def _namespace(body: bytes, namespace: NamespaceId) -> Namespace:
+    """Its name is the digest of these bytes."""
+    remedy = "delete it: the next commit into this namespace writes it again"
+    if blake3(body).hexdigest() != namespace:
+        raise Corrupt(f"namespaces/{namespace}.json holds other bytes than that namespace's", remedy=remedy)
     try:
-        fields = msgspec.json.decode(body, type=Namespace)
+        return msgspec.json.decode(body, type=Namespace)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KVTierError) as error:
-        raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}") from None
-    if fields.id != namespace:
-        raise Corrupt(f"namespaces/{namespace}.json holds the fields of namespace {fields.id}")
-    return fields
+        raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}", remedy=remedy) from None

@@ -142,6 +142,8 @@ def _bucket(stats: api.StoreStats) -> Iterator[Metric]:
     yield CounterMetricFamily("kvtier_breaker_refused", "Requests that were not sent because of it.", stats.refused)
     hedges = {"sent": stats.hedges_sent, "won": stats.hedges_won}
     yield _counts("kvtier_hedges", "Reads asked for a second time, and those that were answered first.", "outcome", hedges)
+    about = "Registers and manifests that were not what they claim to be; each was read once more."
+    yield _counts("kvtier_store_corrupt_reads", about, "folder", stats.corrupt_reads)
 
 
 def _collector(stats: api.CollectorStats) -> Iterator[Metric]:

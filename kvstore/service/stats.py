@@ -57,6 +57,7 @@ def store_stats(signs: StoreSigns) -> api.StoreStats:
         refused=breaker.refused,
         hedges_sent=signs.hedges["sent"],
         hedges_won=signs.hedges["won"],
+        corrupt_reads=dict(signs.corrupt_reads),
     )
 
 

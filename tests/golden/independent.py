@@ -52,7 +52,11 @@ def _plain(value):
 
 def canonical(value):
     if isinstance(value, dict):
-        return "{" + ",".join(f"{canonical(k)}:{canonical(value[k])}" for k in sorted(value, key=lambda k: k.encode("utf-16-be"))) + "}"
+        return (
+            "{"
+            + ",".join(f"{canonical(k)}:{canonical(value[k])}" for k in sorted(value, key=lambda k: k.encode("utf-16-be")))
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ",".join(map(canonical, value)) + "]"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -296,8 +300,18 @@ def whole_keys(case):
 # 6. Stored values
 
 
-def value_is(text, schema_is_met):
+def sealed(fields, key):
+    """The JSON text of an object, as it is stored at `key` (under the root)."""
+    rest = '"}' if fields == "{}" else '",' + fields[1:]
+    return '{"digest":"' + H(('{"digest":"' + "0" * 64 + rest + key).encode()).hex() + rest
+
+
+def value_is(text, key, schema_is_met):
     """`valid`, `corrupt` or `unknown` (a version to refuse). `schema_is_met` applies the JSON Schema of the kind."""
+    body = text.encode()
+    blank = b'{"digest":"' + b"0" * 64
+    if body[:11] != blank[:11] or body[11:75].decode(errors="replace") != H(blank + body[75:] + key.encode()).hex():
+        return "corrupt"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -114,9 +114,12 @@ def test_values():
     for case in page("values")["values"]:
         kind = STORED[case["kind"]]
         if case["is"] == "valid":
-            value = model.parse(case["text"].encode(), kind, "it")
-            assert model.parse(model.dump(value), kind, "it") == value
-            assert json.loads(model.dump(value)) == json.loads(case["text"])
+            value = model.parse(case["text"].encode(), kind, case["key"])
+            assert model.parse(case["text"].encode(), kind, f"some/root/{case['key']}") == value
+            again = model.dump(value, case["key"])
+            assert model.dump(value, f"some/root/{case['key']}") == again
+            fields = [json.loads(text) | {"digest": ""} for text in (again, case["text"])]
+            assert fields[0] == fields[1]
         else:
             with pytest.raises(Corrupt if case["is"] == "corrupt" else Unsupported):
-                model.parse(case["text"].encode(), kind, "it")
+                model.parse(case["text"].encode(), kind, case["key"])

@@ -36,9 +36,11 @@ async def test_of_200_000_blocks_exactly_the_live_ones_remain():
         named = {name: (blocks[:600], 500), older: (blocks[:400], 400), orphan: (blocks[600:], 400)}
         for manifest, (listed, _) in named.items():
             value = Manifest(namespace=NS.id, shards=(SHARD,), block_tokens=4, tokens=4 * len(listed), blocks=tuple(listed))
-            objects[KEYS.manifest("default", token, manifest)] = pack(value)
+            key = KEYS.manifest("default", token, manifest)
+            objects[key] = pack(value, key)
         branches = {"a": Branch(seq=2, manifest=name, n=500), "b": Branch(seq=1, manifest=older, n=400)}
-        objects[KEYS.head("default", token)] = dump(Head(swaps=1, write=token, recent=(token,), branches=branches))
+        key = KEYS.head("default", token)
+        objects[key] = dump(Head(swaps=1, write=token, recent=(token,), branches=branches), key)
         live |= {KEYS.block(NS.id, SHARD, block.prefix_id, block.copies[0].gen) for block in blocks[:500]}
         for block in blocks:
             objects[KEYS.block(NS.id, SHARD, block.prefix_id, block.copies[0].gen)] = b"x"

@@ -9,7 +9,7 @@ from kvstore.errors import Gone, NotFound, Unavailable
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
 from kvstore.lifecycle.removal import drop_namespace, drop_tenant
-from kvstore.model import Head, parse
+from kvstore.model import Head, parse, sealed
 from kvstore.objects import OVERWRITE, Fault, Faults
 from kvstore.objects.faults import Crash
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
@@ -168,7 +168,7 @@ async def test_a_head_that_cannot_be_read_keeps_no_other_alive_and_is_counted(re
     for session in "abc":
         await commit(repo, shelf, session, range(8), 0, OLD)
     heads = sorted(key for key in bodies(memory) if "/heads/" in key)
-    await memory.put(heads[0], b'{"v":9}', OVERWRITE)
+    await memory.put(heads[0], sealed(b'{"v":9}', Head, heads[0]), OVERWRITE)
     lost = next(key for key in bodies(memory) if key.startswith(heads[1].replace("/heads/", "/manifests/")))
     await memory.delete([lost])
     repo.manifests._cache.clear()

@@ -8,7 +8,7 @@ from kvstore.clock import SeededIds
 from kvstore.errors import Corrupt, Unavailable, Unsupported
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
-from kvstore.model import Head, dump, parse
+from kvstore.model import Head, Manifest, dump, parse, sealed
 from kvstore.objects import CREATE, OVERWRITE, Fault, Faults
 from kvstore.repo import want
 from kvstore.repo.heads import swapped
@@ -174,18 +174,18 @@ async def test_r5_a_manifest_that_went_because_the_head_moved_on_is_looked_for_t
 @pytest.mark.parametrize(
     ("kind", "body", "error"),
     [
-        ("heads", b"not json", Corrupt),
-        ("heads", b'{"v":9}', Unsupported),
-        ("manifests", b"not json", Corrupt),
-        ("manifests", b'{"v":9}', Unsupported),
+        (Head, b"{not json", Corrupt),
+        (Head, b'{"v":9}', Unsupported),
+        (Manifest, b"{not json", Corrupt),
+        (Manifest, b'{"v":9}', Unsupported),
     ],
 )
 async def test_what_cannot_be_read_stops_the_collection(repo, memory, shelf, kind, body, error):
     await commit(repo, shelf, "s", range(16), 0, NS)
     await commit(repo, shelf, "t", range(8), 0, NS)
     await repo.sessions.delete("default", "t")
-    key = next(key for key in bodies(memory) if f"/{kind}/" in key)
-    await memory.put(key, body, OVERWRITE)
+    key = next(key for key in bodies(memory) if f"/{kind.__name__.lower()}s/" in key)
+    await memory.put(key, sealed(body, kind, key), OVERWRITE)
     repo.manifests._cache.clear()
     with pytest.raises(error):
         await collect(repo, now=True)
@@ -245,7 +245,7 @@ async def test_a_head_that_never_rests_is_given_up_and_nothing_is_deleted(repo, 
         async def put(self, key, body, mode):
             if "/heads/" in key:
                 head = parse(bodies(memory)[key], Head, key)
-                await memory.put(key, dump(swapped(head, f"{head.swaps:032x}")), OVERWRITE)
+                await memory.put(key, dump(swapped(head, f"{head.swaps:032x}"), key), OVERWRITE)
             return await memory.put(key, body, mode)
 
     repo.root.store = Busy()

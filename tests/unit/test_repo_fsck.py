@@ -158,7 +158,7 @@ async def test_an_unnamed_branch_that_expires_is_left_to_expire(repo, other, mem
     (key,) = keys_of(memory, "heads")
     head = parse(bodies(memory)[key], Head, key)
     extra = msgspec.structs.replace(next(iter(head.branches.values())), history=())
-    await memory.put(key, dump(swapped(head, "f" * 32, branches={"0" * 32: extra})), OVERWRITE)
+    await memory.put(key, dump(swapped(head, "f" * 32, branches={"0" * 32: extra}), key), OVERWRITE)
     clock.advance(30 * 86400)
     report = await fsck(other, repair=True)
     assert (report.unnamed_branches, report.repaired) == (1, [])
@@ -216,5 +216,5 @@ async def test_what_a_head_and_its_manifest_disagree_on_is_an_error(repo, other,
     (key,) = keys_of(memory, "heads")
     head = parse(bodies(memory)[key], Head, key)
     longer = {name: msgspec.structs.replace(branch, n=5) for name, branch in head.branches.items()}
-    await memory.put(key, dump(swapped(head, "f" * 32, branches=longer)), OVERWRITE)
+    await memory.put(key, dump(swapped(head, "f" * 32, branches=longer), key), OVERWRITE)
     assert kinds(await fsck(other)) == ["manifest_short"]

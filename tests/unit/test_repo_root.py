@@ -1,11 +1,10 @@
 """What makes a bucket a root, and what makes everybody stop (R9, I10)."""
 
-import json
-
 import pytest
 
 from kvstore.clock import SeededIds, VirtualClock
 from kvstore.errors import Corrupt, NotFound, Unavailable, Unsupported
+from kvstore.model import Epoch, Format, Head, dump, sealed
 from kvstore.objects import CREATE, OVERWRITE, Fault, Faults, MemoryStore
 from kvstore.repo.testing import Shelf, bodies, commit, opened, tiny
 
@@ -48,8 +47,8 @@ async def test_a_root_that_lost_a_register_stops_everybody(key):
 
 async def test_i10_a_newer_format_is_refused_and_never_guessed():
     store = MemoryStore()
-    await store.put("r/format.json", json.dumps({"v": 2, "store_id": "x", "created": 0}).encode(), CREATE)
-    await store.put("r/epoch", b'{"v":1,"epoch":1}', CREATE)
+    await store.put("r/format.json", sealed(b'{"v":2,"store_id":"x","created":0}', Format, "format.json"), CREATE)
+    await store.put("r/epoch", dump(Epoch(epoch=1), "epoch"), CREATE)
     with pytest.raises(Unsupported) as refused:
         async with opened(store):
             pass
@@ -61,7 +60,7 @@ async def test_i10_a_newer_head_is_refused():
     async with opened(store) as repo:
         await commit(repo, shelf, "s", range(8), 0, namespace)
         key = next(key for key in bodies(store) if key.startswith("r/heads/"))
-        await store.put(key, b'{"v":2,"branches":[]}', OVERWRITE)
+        await store.put(key, sealed(b'{"v":2,"branches":[]}', Head, key), OVERWRITE)
         with pytest.raises(Unsupported) as refused:
             await repo.sessions.get("default", "s", namespace.id)
         assert refused.value.kind == "unknown_format"
@@ -79,7 +78,7 @@ async def test_a_prefix_that_holds_something_else_is_not_taken_over():
 
 async def test_init_stopped_halfway_is_finished_by_the_next():
     store = MemoryStore()
-    await store.put("r/epoch", b'{"v":1,"epoch":1}', CREATE)
+    await store.put("r/epoch", dump(Epoch(epoch=1), "epoch"), CREATE)
     async with opened(store) as repo:
         assert (await repo.epochs.read()).epoch == 1
     assert "r/format.json" in bodies(store)
@@ -97,7 +96,7 @@ async def test_r9_an_epoch_that_went_back_stops_this_node():
     store = MemoryStore()
     async with opened(store) as repo:
         await repo.epochs.advance(await repo.epochs.read())
-        await store.put("r/epoch", b'{"v":1,"epoch":1,"write":""}', OVERWRITE)
+        await store.put("r/epoch", dump(Epoch(epoch=1), "epoch"), OVERWRITE)
         with pytest.raises(Corrupt, match="went back from 2 to 1"):
             await repo.epochs.read()
 

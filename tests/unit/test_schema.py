@@ -14,6 +14,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from kvstore.api import CALLS
 from kvstore.errors import KINDS, Conflict
 from kvstore.ids import Namespace
+from kvstore.model import MAX_EPOCH
 from kvstore.server.app import application
 from kvstore.server.limits import Limits
 from kvstore.server.metrics import Metrics
@@ -40,9 +41,13 @@ def test_every_schema_is_a_schema(path):
 def test_schemas_say_what_the_code_says():
     validator = {path.name.split(".")[0]: jsonschema.Draft202012Validator(read(path)) for path in SCHEMAS}
     assert set(validator) == {"epoch", "format", "head", "manifest", "name", "namespace", "problem"}
-    assert validator["epoch"].is_valid({"v": 1, "epoch": 0})
-    assert not validator["epoch"].is_valid({"epoch": 0})
-    assert not validator["epoch"].is_valid({"v": 2, "epoch": 0})
+    digest = {"digest": "0" * 64}
+    assert validator["epoch"].is_valid({**digest, "v": 1, "epoch": 0})
+    assert not validator["epoch"].is_valid({"v": 1, "epoch": 0})
+    assert not validator["epoch"].is_valid({**digest, "epoch": 0})
+    assert not validator["epoch"].is_valid({**digest, "v": 2, "epoch": 0})
+    assert validator["epoch"].is_valid({**digest, "v": 1, "epoch": MAX_EPOCH})
+    assert not validator["epoch"].is_valid({**digest, "v": 1, "epoch": MAX_EPOCH + 1})
     fields = msgspec.json.decode(Namespace(model="m", revision="1", layers=1, kv_heads=1, head_dim=1).canonical_json())
     assert validator["namespace"].is_valid(fields)
     assert not validator["namespace"].is_valid({**fields, "more": 1})

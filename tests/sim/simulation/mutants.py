@@ -90,7 +90,7 @@ async def _impatient(self, key, body, mode):
 
 async def _overwrite(self, key, old, new):
     """A swap that does not say what it replaces."""
-    answer = await self._root.store.put(key, heads.dump(new), OVERWRITE)
+    answer = await self._root.store.put(key, heads.dump(new, key), OVERWRITE)
     self._cache.pop(key, None)
     return Position(new, answer.etag, old.epoch)
 
