@@ -91,7 +91,13 @@ class Node:
             watch_tiers(health, tiers, disk, clock)
             background = Supervisor(clock, ids)
             local = LocalCommits(plane, registry, bucket, disk)
-            commits = Commits(local, disk.journal if disk is not None else None, clock, ids)
+            commits = Commits(
+                local,
+                disk.journal if disk is not None else None,
+                clock,
+                ids,
+                pending_bytes=int(settings.limits.pending_commits),
+            )
             lifetime.push_async_callback(commits.drain, float(settings.limits.drain))
             here = store is not None or not settings.store.url.startswith("s3:")
             collections = _collections(settings, bucket, clock, here=here)

@@ -10,40 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+from cachetools import LRUCache
 
 from kvstore import api
 from kvstore.clock import Clock, Ids
-from kvstore.errors import Conflict, KVTierError, Overloaded, Unavailable, Unsupported
+from kvstore.errors import Conflict, Gone, KVTierError, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Namespace
+from kvstore.service.promises import Intent, Journal, Line, Made, Place, chain_of
+from kvstore.service.tries import Tries
 from tiering import JournalFull
 
 log = logging.getLogger(__name__)
 MAX_PENDING: Final = 4096
 PATIENCE_S: Final = 60.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0
+_REMEMBERED: Final = 16_384  # chains of commits whose last promise was decided
 _DECIDED: Final = frozenset({"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"})
-
-
-class Journal(Protocol):
-    """Where intents survive a kill -9: the index of the disk tier."""
-
-    async def put(self, key: bytes, body: bytes) -> None:
-        """Durable when it returns."""
-        ...
-
-    def items(self) -> Sequence[tuple[bytes, bytes]]:
-        """What was put and not removed."""
-        ...
-
-    async def remove(self, key: bytes) -> None:
-        """Forget it."""
-        ...
 
 
 class Local(Protocol):
@@ -70,42 +58,22 @@ class Local(Protocol):
         ...
 
 
-class Intent(msgspec.Struct, frozen=True, kw_only=True):
-    """A commit that was promised: enough to make it again after a crash, under the same write id."""
-
-    tenant: str
-    request: api.Commit
-    fields: Namespace
-    at: float
-
-
-class _Line:
-    """The pending commits of one session, and those that are about to be promised: one at a time, each checked against the last."""
-
-    def __init__(self) -> None:
-        self.intents: deque[Intent] = deque()
-        self.task: asyncio.Task[None] | None = None
-        self.moved = asyncio.Condition()
-        self.entrance = asyncio.Lock()
-        self.entering = 0
-
-    def empty(self) -> bool:
-        """Whether nothing of this session is pending."""
-        return not self.intents
-
-
 class Commits:
     """Runs commits.
 
     Args:
         local: What a commit does on this node and in the bucket.
         journal: Keeps intents; None where there is no disk tier.
+        pending_bytes: Memory that pending commits may take; a single one always may.
     """
 
-    def __init__(self, local: Local, journal: Journal | None, clock: Clock, ids: Ids) -> None:
+    def __init__(self, local: Local, journal: Journal | None, clock: Clock, ids: Ids, *, pending_bytes: int) -> None:
         self._local, self._journal, self._clock, self._ids = local, journal, clock, ids
-        self._lines: dict[tuple[str, str, str, str], _Line] = {}
-        self._pending = 0
+        self._limit = pending_bytes
+        self._lines: dict[Place, Line] = {}
+        self._tries = Tries()
+        self._made: LRUCache[Place, Made] = LRUCache(_REMEMBERED)
+        self._pending = self._bytes = 0
         self._closing = False
         self.outcomes: Counter[str] = Counter()
 
@@ -115,43 +83,85 @@ class Commits:
         return self._pending
 
     async def commit(self, tenant: str, request: api.Commit, durability: api.Durability) -> api.Receipt:
-        """One commit.
+        """One commit. Asked for again under its write id while it is under way, it is the same one.
 
         Raises:
             Conflict: Somebody else moved the session.
+            Gone: The session that it was built on is no more, or never came to be.
             Overloaded: Too many commits wait for the store.
             Unsupported: `nvme` without a disk tier.
         """
         request = msgspec.structs.replace(request, write_id=request.write_id or self._ids.new(), durability=durability)
-        if durability == "bucket":
-            if not await self.settle(tenant, request.id, self._clock.monotonic() + PATIENCE_S):
-                raise Unavailable(f"earlier commits of session {request.id!r} still wait for the bucket", kind="timeout")
-            receipt = await self._counted(self._local.apply(tenant, request))
-            return msgspec.structs.replace(receipt, durability="bucket")
-        async with self._entered(_key(tenant, request)) as line:
-            if any(pending.request == request for pending in line.intents):
-                return _promised(request, durability)  # a retry: it is the same commit
-            last = line.intents[-1].request.base_version + 1 if line.intents else None
-            if last is not None and request.base_version != last:
-                raise Conflict(f"session {request.id!r} is at version {last} on this node", current=last)
-            if self._closing or self._pending >= MAX_PENDING:
-                raise Overloaded(f"{self._pending} commits wait for the store; at most {MAX_PENDING}")
-            self._pending += 1
+        if durability != "bucket":
+            return await self._promise(tenant, request, durability)
+        key = (Place.of(tenant, request), request.write_id)
+        return await self._tries.run(key, request, lambda: self._to_the_bucket(tenant, request))
+
+    async def _to_the_bucket(self, tenant: str, request: api.Commit) -> api.Receipt:
+        if not await self.settle(tenant, request.id, self._clock.monotonic() + PATIENCE_S):
+            raise Unavailable(f"earlier commits of session {request.id!r} still wait for the bucket", kind="timeout")
+        receipt = await self._counted(self._local.apply(tenant, self._after(tenant, request)))
+        return msgspec.structs.replace(receipt, durability="bucket")
+
+    async def _promise(self, tenant: str, request: api.Commit, durability: api.Durability) -> api.Receipt:
+        async with self._entered(Place.of(tenant, request)) as line:
+            for pending in line.intents:
+                if pending.request.write_id == request.write_id:
+                    return _promised(pending.request, durability)  # a retry: it is the same commit
+            if line.intents:
+                last = line.intents[-1].request
+                if request.base_version != last.base_version + 1:
+                    at = last.base_version + 1
+                    raise Conflict(f"session {request.id!r} is at version {at} on this node", current=at)
+                request = msgspec.structs.replace(request, branch=request.branch or last.branch)
+            else:
+                request, line.broken = self._after(tenant, request), False
+            fields = await self._local.fields(tenant, request.namespace)
+            intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now())
+            self._admit(intent)
             try:
-                fields = await self._local.fields(tenant, request.namespace)
-                intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now())
                 if durability == "nvme":
-                    await self._keep(intent)
+                    intent = await self._keep(intent)
             except BaseException:
-                self._pending -= 1
+                self._dismiss(intent)
                 raise
             line.intents.append(intent)
             self._start(line)
         return _promised(request, durability)
 
+    def _admit(self, intent: Intent) -> None:
+        if self._closing or self._pending >= MAX_PENDING or (self._pending and self._bytes + intent.bytes > self._limit):
+            self.outcomes["overloaded"] += 1
+            raise Overloaded(
+                f"{self._pending} commits of {self._bytes} bytes wait for the store; "
+                f"at most {MAX_PENDING} and {self._limit} bytes (limits.pending_commits)"
+            )
+        self._pending += 1
+        self._bytes += intent.bytes
+
+    def _dismiss(self, intent: Intent) -> None:
+        self._pending -= 1
+        self._bytes -= intent.bytes
+
+    def _after(self, tenant: str, request: api.Commit) -> api.Commit:
+        """Say which session a commit was built on where that was a promise, whose receipt could not tell yet.
+
+        Raises:
+            Gone: It was built on a promise that could not be kept.
+        """
+        made = self._made.get(chain_of(tenant, request))
+        if request.branch or made is None or made.version != request.base_version:
+            return request
+        if not made.branch:
+            raise Gone(
+                f"version {made.version} of session {request.id!r} was promised, and could not be made",
+                remedy="restore the session, and commit on what it holds now",
+            )
+        return msgspec.structs.replace(request, branch=made.branch)
+
     @asynccontextmanager
-    async def _entered(self, key: tuple[str, str, str, str]) -> AsyncIterator[_Line]:
-        line = self._lines.setdefault(key, _Line())
+    async def _entered(self, key: Place) -> AsyncIterator[Line]:
+        line = self._lines.setdefault(key, Line())
         line.entering += 1
         try:
             async with line.entrance:
@@ -160,13 +170,16 @@ class Commits:
             line.entering -= 1
             self._forget(key, line)
 
-    async def _keep(self, intent: Intent) -> None:
+    async def _keep(self, intent: Intent) -> Intent:
         if self._journal is None:
             raise Unsupported("durability 'nvme' needs a disk tier: set [nvme] path")
         if not await self._local.secure(intent.tenant, intent.request):
             raise Unavailable("a block of this commit is in no local tier and not in the bucket: publish the blocks again")
         try:
             await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
+            made = self._made.get(chain_of(intent.tenant, intent.request))  # the one before may have landed meanwhile
+            if made is not None and made.version == intent.request.base_version:
+                intent = await self._said(intent, made.branch)
         except BaseException as error:
             await self._local.release(intent.tenant, intent.request)
             if isinstance(error, JournalFull):
@@ -174,33 +187,36 @@ class Commits:
             if isinstance(error, OSError):
                 raise Unavailable(f"the disk tier did not take the promise: {error.strerror}") from error
             raise
+        return intent
 
-    def _start(self, line: _Line) -> None:
+    def _start(self, line: Line) -> None:
         if line.task is None:
             line.task = asyncio.create_task(self._work(line))
 
-    async def _work(self, line: _Line) -> None:
-        key = _key(line.intents[0].tenant, line.intents[0].request)
-        while line.intents and await self._land(line.intents[0]):
-            line.intents.popleft()
-            self._pending -= 1
+    async def _work(self, line: Line) -> None:
+        key = Place.of(line.intents[0].tenant, line.intents[0].request)
+        while line.intents and await self._land(line):
+            self._dismiss(line.intents.popleft())
             async with line.moved:
                 line.moved.notify_all()
         line.task = None
         self._forget(key, line)
 
-    def _forget(self, key: tuple[str, str, str, str], line: _Line) -> None:
+    def _forget(self, key: Place, line: Line) -> None:
         if not line.intents and not line.entering and self._lines.get(key) is line:
             del self._lines[key]
 
-    async def _land(self, intent: Intent) -> bool:
-        """Commit until it is decided. False when the node closes first; the journal, where there is one, keeps the intent."""
-        wait = _FIRST_WAIT
-        while not await self._decided(intent):
+    async def _land(self, line: Line) -> bool:
+        """Commit the first of a line until it is decided. False when the node closes first; a journal keeps the intent."""
+        intent, wait = line.intents[0], _FIRST_WAIT
+        while (branch := await self._decided(line, intent)) is None:
             if self._closing:
                 return False
             await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
             wait = min(wait * 2, _LONGEST_WAIT)
+        line.broken = not branch
+        self._made[chain_of(intent.tenant, intent.request)] = Made(intent.request.base_version + 1, branch)
+        await self._hand_on(line, branch)
         if self._journal is not None and intent.request.durability == "nvme":
             try:
                 await self._journal.remove(intent.request.write_id.encode())
@@ -209,21 +225,45 @@ class Commits:
             await self._local.release(intent.tenant, intent.request)
         return True
 
-    async def _decided(self, intent: Intent) -> bool:
-        """Commit once; False where it may still land later."""
+    async def _hand_on(self, line: Line, branch: str) -> None:
+        """What was promised on top of a commit belongs to the session that this one is of, also after a crash."""
+        line.intents[0] = line.intents[0].on(branch)
+        if len(line.intents) > 1:
+            line.intents[1] = await self._said(line.intents[1], branch)
+
+    async def _said(self, intent: Intent, branch: str) -> Intent:
+        """A promise, now that it is known which session it was built on."""
+        if not branch or intent.request.branch:
+            return intent
+        intent = intent.on(branch)
+        if self._journal is not None and intent.request.durability == "nvme":
+            try:
+                await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
+            except (OSError, JournalFull) as error:  # then only this life knows
+                log.warning("the journal does not say which session a promised commit was built on: %s", error)
+        return intent
+
+    async def _decided(self, line: Line, intent: Intent) -> str | None:
+        """Commit once. Returns the session that it is a version of, "" where it cannot land, None where it still may."""
+        if line.broken:
+            log.warning("a commit acknowledged with durability %s was dropped with the one before", intent.request.durability)
+            self.outcomes["gone"] += 1
+            return ""
         try:
-            await self._counted(self._local.apply(intent.tenant, intent.request))
+            request = self._after(intent.tenant, intent.request)
+            receipt = await self._counted(self._local.apply(intent.tenant, request))
         except KVTierError as error:
             if error.kind not in _DECIDED:
                 log.warning("commit of a session waits: %s", error)
-                return False
+                return None
             # It cannot land, and whoever committed has its answer already.
             log.warning("a commit acknowledged with durability %s was dropped: %s", intent.request.durability, error)
+            return ""
         except Exception:  # a defect must not end the task: whoever waits for this session would wait for ever
             log.exception("commit of a session failed, and is tried again")
             self.outcomes["internal"] += 1
-            return False
-        return True
+            return None
+        return receipt.branch
 
     async def _counted(self, commit: Awaitable[api.Receipt]) -> api.Receipt:
         try:
@@ -262,15 +302,16 @@ class Commits:
                 log.warning("a commit promised by an earlier life cannot be read (%s): %s", key.decode(errors="replace"), error)
                 self.outcomes["unreadable"] += 1
         found.sort(key=_age)
-        lines: dict[tuple[str, str, str, str], _Line] = {}
+        lines: dict[Place, Line] = {}
         async with AsyncExitStack() as entered:
             for intent in found:  # without waiting for anything: what is committed from now on comes behind them
                 self._local.learn(intent.fields)
-                session = _key(intent.tenant, intent.request)
+                session = Place.of(intent.tenant, intent.request)
                 if session not in lines:
                     lines[session] = await entered.enter_async_context(self._entered(session))
                 lines[session].intents.append(intent)
                 self._pending += 1
+                self._bytes += intent.bytes
             for intent in found:
                 await self._local.secure(intent.tenant, intent.request)
             for line in lines.values():
@@ -279,7 +320,8 @@ class Commits:
 
     async def drain(self, seconds: float) -> int:
         """Stop: give what is pending that long to land. Returns how many did not; the journal keeps those promised `nvme`."""
-        tasks = [line.task for line in self._lines.values() if line.task is not None]
+        tasks: list[asyncio.Task[Any]] = [line.task for line in self._lines.values() if line.task is not None]
+        tasks += self._tries.tasks
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=seconds)
             self._closing = True
@@ -288,10 +330,6 @@ class Commits:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._closing = True
         return self._pending
-
-
-def _key(tenant: str, request: api.Commit) -> tuple[str, str, str, str]:
-    return tenant, request.id, request.namespace, request.lane
 
 
 def _age(intent: Intent) -> tuple[float, int]:
@@ -307,4 +345,5 @@ def _promised(request: api.Commit, durability: api.Durability) -> api.Receipt:
         tokens=sum(link.tokens for link in request.blocks),
         blocks=len(request.blocks),
         durability=durability,
+        branch=request.branch,
     )

@@ -12,7 +12,10 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.errors import Closed, Conflict, Corrupt, Denied, Gone, Invalid, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Shard
 from kvstore.objects import Fault, Faults, MemoryStore
-from kvstore.service.commits import Commits, Intent
+from kvstore.repo.testing import until
+from kvstore.service import tries
+from kvstore.service.commits import Commits
+from kvstore.service.promises import Intent
 from tiering import JournalFull
 
 
@@ -42,6 +45,7 @@ class Bucket:
 
     def __init__(self, *errors):
         self.errors, self.landed, self.held = list(errors), [], 0
+        self.branches, self.gate, self.then = [], None, []
 
     async def fields(self, tenant, namespace):
         await asyncio.sleep(0)
@@ -61,15 +65,20 @@ class Bucket:
     async def apply(self, tenant, request):
         if self.errors:
             raise self.errors.pop(0)
+        if self.then and (error := self.then.pop(0)):
+            raise error
+        if self.gate is not None:
+            await self.gate.wait()
+        self.branches.append(request.branch)
         self.landed.append(request.base_version)
         version = request.base_version + 1
         return api.Receipt(
-            id="s", namespace=NS.id, lane="main", version=version, tokens=16, blocks=1, durability="bucket", cut=False
+            id="s", namespace=NS.id, lane="main", version=version, tokens=16, blocks=1, durability="bucket", branch="b"
         )
 
 
-def made(bucket, disk=None):
-    return Commits(bucket, disk, SystemClock(), RandomIds())
+def made(bucket, disk=None, pending_bytes=1 << 20):
+    return Commits(bucket, disk, SystemClock(), RandomIds(), pending_bytes=pending_bytes)
 
 
 def commit_of(base=0, blocks=1, **fields):
@@ -209,3 +218,102 @@ async def _everything(service):
         found, _ = await service.plane.get(ME, NS.id, Shard(), [link], deadline_ms=0, reach="dram")
         leases += found
     raise AssertionError("there is no end to it")
+
+
+# --- which session (I4) ---
+
+
+async def test_a_promise_on_a_promise_is_of_the_session_that_the_first_one_made():
+    bucket, disk = Bucket(*[Unavailable("away")] * 2), Disk()
+    commits = made(bucket, disk)
+    first, second, third = [await commits.commit(ME, commit_of(base, base + 1), "nvme") for base in range(3)]
+    assert (first.branch, second.branch, third.branch) == ("", "", "")
+    assert await landed(commits)
+    assert bucket.branches == ["", "b", "b"]
+    assert (await commits.commit(ME, commit_of(3, 4), "dram")).branch == "b"
+    await commits.commit(ME, commit_of(4, 5), "bucket")
+    assert bucket.branches == ["", "b", "b", "b", "b"]
+
+
+async def test_i4_a_promise_says_its_session_also_after_a_crash():
+    """The first one lands; before the second one does, the node dies."""
+    bucket, disk = Bucket(), Disk()
+    commits = made(bucket, disk)
+    bucket.then = [None, Unavailable("away")]
+    for base in range(3):
+        await commits.commit(ME, commit_of(base, base + 1, write_id=f"{base}" * 32), "nvme")
+    await until(lambda: len(disk.records) == 2)
+    assert await commits.drain(0) == 2
+    assert next(msgspec.msgpack.decode(body, type=Intent) for _, body in disk.items()).request.branch == "b"
+    again = made(bucket, disk)
+    assert await again.replay() == 2
+    assert await landed(again)
+    assert bucket.branches == ["", "b", "b"]
+
+
+async def test_what_was_promised_on_a_promise_that_could_not_be_kept_is_dropped_with_it():
+    """Somebody else's version has the number of the one that was never made."""
+    bucket, disk = Bucket(Conflict("moved")), Disk()
+    commits = made(bucket, disk)
+    for base in range(3):
+        await commits.commit(ME, commit_of(base, base + 1), "nvme")
+    assert await landed(commits)
+    assert (bucket.landed, bucket.held, disk.records, commits.pending) == ([], 0, {}, 0)
+    assert (commits.outcomes["conflict"], commits.outcomes["gone"]) == (1, 2)
+    for durability in ("nvme", "dram", "bucket"):
+        with pytest.raises(Gone, match="could not be made"):
+            await commits.commit(ME, commit_of(3, 4), durability)
+    assert (await commits.commit(ME, commit_of(3, 4, branch="b"), "nvme")).version == 4  # who has restored it says so
+    assert await landed(commits)
+    assert bucket.landed == [3]
+
+
+# --- once, and bounded ---
+
+
+async def test_a_retry_joins_the_try_that_its_caller_left():
+    bucket = Bucket()
+    bucket.gate = asyncio.Event()
+    commits = made(bucket)
+    first = asyncio.create_task(commits.commit(ME, commit_of(write_id="a" * 32), "bucket"))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    again = [asyncio.create_task(commits.commit(ME, commit_of(write_id="a" * 32), "bucket")) for _ in range(3)]
+    with pytest.raises(Invalid, match="another commit"):
+        await commits.commit(ME, commit_of(blocks=2, write_id="a" * 32), "bucket")
+    bucket.gate.set()
+    assert {receipt.version for receipt in await asyncio.gather(*again)} == {1}
+    assert bucket.landed == [0]
+    await commits.commit(ME, commit_of(write_id="a" * 32), "bucket")  # over: the protocol finds it by its id
+    assert bucket.landed == [0, 0]
+
+
+async def test_commits_under_way_are_bounded_also_those_that_nobody_waits_for(monkeypatch):
+    monkeypatch.setattr(tries, "MAX_TRIES", 8)
+    bucket = Bucket()
+    bucket.gate = asyncio.Event()
+    commits = made(bucket)
+    left = [asyncio.create_task(commits.commit(ME, commit_of(), "bucket")) for _ in range(8)]
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    with pytest.raises(Overloaded):
+        await commits.commit(ME, commit_of(), "bucket")
+    bucket.gate.set()
+    await commits.drain(5)
+    assert len(bucket.landed) == 8
+
+
+async def test_pending_commits_are_bounded_in_bytes():
+    bucket = Bucket(*[Unavailable("away")] * 3)
+    commits = made(bucket, pending_bytes=100_000)
+    await commits.commit(ME, commit_of(0, 1000), "dram")  # one is always taken
+    with pytest.raises(Overloaded, match="pending_commits"):
+        await commits.commit(ME, commit_of(1, 1), "dram")
+    assert (commits.pending, commits.outcomes["overloaded"]) == (1, 1)
+    assert await landed(commits)
+    for base in range(1, 11):
+        await commits.commit(ME, commit_of(base, 20), "dram")
+    assert await landed(commits)
+    assert (len(bucket.landed), commits._bytes) == (11, 0)

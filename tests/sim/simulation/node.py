@@ -110,7 +110,7 @@ class Node:
             try:
                 async with Repo.open(store, world.keys, clock, ids, inline, settings) as repo:
                     shelf = Shelf()
-                    commits = Commits(Local(self, repo, shelf), self.disk, clock, ids)
+                    commits = Commits(Local(self, repo, shelf), self.disk, clock, ids, pending_bytes=1 << 20)
                     await commits.replay()
                     self.repo, self.commits, self.shelf = repo, commits, shelf
                     self.up.set()
