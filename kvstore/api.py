@@ -150,6 +150,8 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
         eta_ms: Milliseconds it will still take, by what this restore measured so far.
         late_ms: At its end, milliseconds by which it missed its deadline; where the deadline cut it, those that the rest would have
             taken at the rate measured. None where it had no deadline, or ended for another reason.
+        error: Why it is not `ready`, in a sentence.
+        kind: Of the error where it `failed`, as a problem document has it.
     """
 
     restore_id: str
@@ -171,6 +173,7 @@ class RestoreStatus(Answer, frozen=True, kw_only=True):
     elapsed_ms: float = 0
     late_ms: float | None = None
     error: str = ""
+    kind: str = ""
 
 
 class Hinted(Answer, frozen=True, kw_only=True):

@@ -170,6 +170,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return known.error(self.detail, kind=self.kind, remedy=self.remedy, **self.facts)
 
 
+def of_kind(kind: str, message: str, remedy: str = "") -> KVTierError:
+    """An error that was handed on as its kind and its sentence; a kind that only a newer peer knows becomes the base class."""
+    known = kind if kind in KINDS else "internal"
+    return KINDS[known].error(message, kind=known, remedy=remedy)
+
+
 KINDS: dict[str, Kind] = {
     "internal": Kind(KVTierError, 500, EXIT_FAILED, "this is a defect of kvtier: report it with the log line of this request"),
     "conflict": Kind(

@@ -12,13 +12,14 @@ import typer
 from kvstore import open_sync
 from kvstore.api import Event, Priority, RestoreStatus, Session, Target
 from kvstore.cli import output
+from kvstore.cli.commands import report
 from kvstore.cli.namespaces import whole
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.client import SyncClient
 from kvstore.clock import SystemClock
 from kvstore.config import parse_bytes, parse_seconds
-from kvstore.errors import EXIT_FAILED, Invalid, NotFound
+from kvstore.errors import KINDS, Conflict, Corrupt, Gone, Invalid, NotFound, of_kind
 from kvstore.ids import Namespace, is_hex_id
 
 POLL_MS: Final = 100  # between two movements of the bar
@@ -164,9 +165,7 @@ def restore(
     elif status.state != "failed":
         _print_restore(status)
     if status.state == "failed":
-        typer.secho(f"error: {status.error}", fg="red", err=True)
-        typer.echo(f"  `kvtier sessions versions {id}` lists what can be restored", err=True)
-        raise typer.Exit(EXIT_FAILED)
+        raise of_kind(status.kind, status.error, f"`kvtier sessions versions {id}` lists what can be restored")
 
 
 @app.command()
@@ -278,15 +277,27 @@ def rm(
     url: UrlOption = DEFAULT_URL,
     form: FormatOption = Format.table,
 ) -> None:
-    """Delete sessions. Their blocks go with the next collections (`kvtier collect`)."""
+    """Delete sessions. Their blocks go with the next collections (`kvtier collect`).
+
+    One that cannot be deleted keeps none of the others; the exit status is then that of the first.
+    """
+    status = 0
     with open_sync(url) as kv:
         known = whole(kv, namespace)
         for one in ids:
-            kv.delete_session(one, namespace=known, lane=lane)
-            if form is Format.json:
-                output.print_json({"id": one, "deleted": True})
+            try:
+                kv.delete_session(one, namespace=known, lane=lane)
+            except (NotFound, Gone, Invalid, Conflict, Corrupt) as error:  # its own; what else goes wrong does so for all of them
+                report(error)
+                status, kind = status or KINDS[error.kind].exit, error.kind
             else:
+                kind = ""
+            if form is Format.json:
+                output.print_json({"id": one, "deleted": not kind, **({"kind": kind} if kind else {})})
+            elif not kind:
                 typer.echo(f"deleted {one}")
+    if status:
+        raise typer.Exit(status)
 
 
 def _label(text: str) -> tuple[str, str]:

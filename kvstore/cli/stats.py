@@ -47,7 +47,7 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             [
                 name,
                 output.size(tier.used),
-                output.size(tier.limit),
+                output.size(tier.limit) if tier.limit else "",
                 tier.hits,
                 tier.misses,
                 tier.tokens,

@@ -11,7 +11,7 @@ from kvstore.cli import output
 from kvstore.cli.namespaces import whole
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
-from kvstore.errors import EXIT_FAILED
+from kvstore.errors import of_kind
 
 app = typer.Typer(add_completion=False)
 
@@ -54,5 +54,4 @@ def warm(
             }
         )
     if status.state == "failed":
-        typer.secho(f"error: it is published, and could not be brought into memory: {status.error}", fg="red", err=True)
-        raise typer.Exit(EXIT_FAILED)
+        raise of_kind(status.kind, f"it is published, and could not be brought into memory: {status.error}")

@@ -248,10 +248,10 @@ class Restores:
         except TimeoutError:
             self._set(restore, state="partial", error="the deadline passed before the session was found")
         except KVTierError as error:
-            self._set(restore, state="failed", error=error.message)
+            self._set(restore, state="failed", error=error.message, kind=error.kind)
         except Exception:  # the task's last line of defence: a restore that dies silently would be waited for for ever
             log.exception("restore %s failed", restore.status.restore_id)
-            self._set(restore, state="failed", error="internal error; the node's log has the details")
+            self._set(restore, state="failed", error="internal error; the node's log has the details", kind="internal")
 
     async def _stage(self, restore: Restoring, found: Resolved) -> None:
         request, session = restore.request, found.session

@@ -83,6 +83,24 @@ def test_versions_and_rewind(kvtier, chat):
     assert [row[0] for row in current] == ["3"]
 
 
+def test_rm_goes_on_behind_one_that_is_not_there_and_says_so(kvtier, url):
+    with kvstore.open_sync(url) as kv:
+        for name in ("a", "b", "c", "d"):
+            kv.create_session(name, namespace=NAMESPACE)
+    done = kvtier("sessions", "rm", "a", "missing", "b", code=3)
+    assert done.stdout == "deleted a\ndeleted b\n"
+    assert done.stderr.startswith("error: there is no session 'missing'")
+    told = lines(kvtier("sessions", "rm", "c", "../x", "missing", "d", "--format", "json", code=2))  # that of the first
+    assert [line["deleted"] for line in told] == [True, False, False, True]
+    assert [line.get("kind") for line in told] == [None, "invalid", "not_found", None]
+    assert rows(kvtier("sessions", "ls")) == []
+
+
+def test_a_failed_restore_says_what_kind_of_failure_it_was(kvtier, chat):
+    [status] = lines(kvtier("sessions", "restore", chat, "--version", "9", "--format", "json", code=3))
+    assert (status["state"], status["kind"]) == ("failed", "not_found")
+
+
 def test_restore_tells_what_is_where(kvtier, chat):
     table = kvtier("sessions", "restore", chat).stdout
     assert "40 of 40 in dram" in table
@@ -105,7 +123,7 @@ def test_restore_tells_what_is_where(kvtier, chat):
         (["sessions", "touch", "chat", "--ttl", "soon"], 2, "30s, 12h or 7d"),
         (["sessions", "rewind", "chat"], 2, "exactly one of --version and --tokens"),
         (["sessions", "restore", "chat", "--tier", "tape"], 2, "dram, nvme or bucket"),
-        (["sessions", "restore", "chat", "--version", "9"], 1, "9"),
+        (["sessions", "restore", "chat", "--version", "9"], 3, "9"),
         (["sessions", "show", "../x"], 2, "path part"),
     ],
 )
@@ -131,6 +149,8 @@ def test_removed_sessions_are_gone_and_the_next_collection_frees_them(kvtier, ch
 def test_namespaces_and_stats(kvtier, chat):
     assert rows(kvtier("namespaces", "ls"))[1][:3] == [NAMESPACE.id[:12], "tiny/model", "r1"]
     table = kvtier("stats").stdout
+    [bucket] = [line for line in table.splitlines() if line.startswith("bucket ")]
+    assert bucket.count("0 B") == 4  # used, in, out and queued: no limit is shown where there is none
     assert "dram" in table
     assert "store requests" in table
     [found] = lines(kvtier("stats", "--format", "json"))
