@@ -1,0 +1,133 @@
+"""The parts of what a node reports of itself and of its bucket."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Doomed(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a collection would delete.
+
+    Attributes:
+        kind: `session` (its head is `key`), `manifest`, `block` or `head`.
+        gen: Generation; 0 where the kind has none.
+        size: Stored bytes; of a session, those of its blocks where they are known.
+        reason: `expired`: its time to live is over, or only such sessions name it. `capacity`: the least useful bytes above the
+            limit. `superseded`: a version that is no longer kept, or an older generation of a block. `orphan`: the manifest of a
+            family that is gone. `unnamed`: a block that no session names. `dead`: what `reap` takes.
+    """
+
+    kind: Literal["session", "manifest", "block", "head"]
+    key: str
+    gen: int
+    size: int
+    reason: Literal["expired", "capacity", "superseded", "orphan", "unnamed", "dead"]
+    branch: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Live blocks of one namespace: objects that a session names, each counted once, and their stored bytes."""
+
+    tenant: str
+    namespace: str
+    blocks: int
+    bytes: int
+
+
+class CollectorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Collections by this node.
+
+    Attributes:
+        heads: Read by the run under way, or by the last one.
+        listed: Objects seen by it.
+        deleted: Objects deleted since the node started.
+        freed: Bytes of those.
+        runs: How they ended: `ok`, `skipped` (another node had just done it), or an error's kind.
+        last_success: Seconds since the epoch, by this host's clock; 0: none yet.
+        late_s: Seconds by which the next periodic run is overdue.
+        error: What the last run failed with, until one succeeds.
+        usage: Live blocks of the caller's tenant, as of the last collection by any node.
+    """
+
+    running: bool = False
+    heads: int = 0
+    listed: int = 0
+    deleted: int = 0
+    freed: int = 0
+    runs: dict[str, int] = {}
+    last_success: float = 0
+    late_s: float = 0
+    error: str = ""
+    usage: list[Usage] = []
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """How long something took, by bucket.
+
+    Attributes:
+        bounds_s: Inclusive upper ends, in seconds.
+        counts: One count for each bound, and one for what took longer; not cumulative.
+        total_s: Sum.
+    """
+
+    bounds_s: list[float] = []
+    counts: list[int] = []
+    total_s: float = 0
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier, as it stands.
+
+    Attributes:
+        used: Payload bytes held or reserved.
+        limit: Payload bytes it may hold; 0 for the bucket.
+        hits: Blocks found.
+        misses: Blocks not found.
+        bytes_in: Bytes taken.
+        bytes_out: Bytes given.
+        evictions: Blocks that made room.
+        dropped: Blocks not taken, for want of room or time, or because the tier failed.
+        corrupt: Blocks whose bytes were not what they claim.
+        missed: Misses by reason.
+        tokens: Tokens that readers got from it, of every tenant.
+        queued_bytes: Bytes waiting to be written to it.
+        errors: Operations that failed.
+        reads: How long reading a block took.
+    """
+
+    used: int
+    limit: int
+    hits: int
+    misses: int
+    bytes_in: int
+    bytes_out: int
+    evictions: int
+    dropped: int
+    corrupt: int
+    missed: dict[str, int] = {}
+    tokens: int = 0
+    queued_bytes: int = 0
+    errors: int = 0
+    reads: Latency = Latency()
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How the bucket's store is doing.
+
+    Attributes:
+        breaker: `closed`: requests are sent. `open`: the store failed, and is left alone. `half_open`: a probe is under way.
+        opened: How often it opened.
+        refused: Requests not sent because of it.
+        hedges_sent: Reads asked for a second time because they were slow.
+        hedges_won: Those that were answered first.
+        corrupt_reads: Registers and manifests that were not what they claim to be, by folder; each was read once more.
+    """
+
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+    opened: int = 0
+    refused: int = 0
+    hedges_sent: int = 0
+    hedges_won: int = 0
+    corrupt_reads: dict[str, int] = {}
