@@ -11,6 +11,7 @@ from kvstore.cli import output
 from kvstore.cli.namespaces import whole
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
+from kvstore.cli.which import LaneOption, NamespaceOption
 from kvstore.errors import of_kind
 
 app = typer.Typer(add_completion=False)
@@ -25,10 +26,8 @@ def warm(
     ] = "",
     tokens: Annotated[int | None, typer.Option(min=1, help="Only the whole blocks within so many tokens.")] = None,
     version: Annotated[int, typer.Option(min=0, help="Which version; 0 is the current one.")] = 0,
-    namespace: Annotated[
-        str, typer.Option("--namespace", metavar="ID", help="Which of its namespaces; the only one by default.")
-    ] = "",
-    lane: Annotated[str, typer.Option("--lane", help="Which of its lanes; the only one by default.")] = "",
+    namespace: NamespaceOption = "",
+    lane: LaneOption = "",
     url: UrlOption = DEFAULT_URL,
     form: FormatOption = Format.table,
 ) -> None:
