@@ -32,6 +32,7 @@ from kvstore.service.commits import Commits
 from kvstore.service.local import LocalCommits
 from kvstore.service.plane import Plane, TenantTiers
 from kvstore.service.registry import Registry
+from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
 from tiering import DiskTier, DramTier, Movers, PathInUse, Stack, StackSettings
@@ -173,6 +174,7 @@ async def _repository(
 async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
     path = _folder(settings.nvme.path)
     try:
+        await movers.run(refuse_more_disk_than_there_is, path, int(settings.nvme.size))
         async with DiskTier.open(path, int(settings.nvme.size), movers) as disk:
             yield disk
     except (PathInUse, OSError) as error:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvstore.cli.output import size
 from kvstore.config import Settings
+from kvstore.service.room import room
 
 Status = Literal["ok", "warn", "fail"]
 NODE_BYTES: Final = 1 << 30  # the process itself, its encoders and what is under way to the store
@@ -155,8 +156,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     path = Path(settings.nvme.path).absolute()
     place = next(folder for folder in (path, *path.parents) if folder.exists())  # the node makes what is missing below it
     try:
-        held = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file()) if place == path else 0
-        free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+        found = room(path, settings.nvme.size)
     except OSError as error:
         yield Finding(
             name="disk",
@@ -165,8 +165,8 @@ def _disk(settings: Settings) -> Iterator[Finding]:
             remedy="make it a folder that the node's user may write to, or choose another nvme.path",
         )
         return
-    detail = f"{path}: {size(settings.nvme.size)} wanted, {size(free)} free, {size(held)} held"
-    if free + held < settings.nvme.size:
+    detail = f"{path}: {size(settings.nvme.size)} takes {size(found.needed)}, {size(found.free)} free, {size(found.held)} held"
+    if not found.enough:
         yield Finding(
             name="disk",
             status="fail",

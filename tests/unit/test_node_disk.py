@@ -1,0 +1,102 @@
+"""A disk tier and the disk it is on: too large a one is refused before it is made, and a disk that fills later stops nobody."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+from fakes.kv import links_of, namespace, publish
+
+from kvstore import api
+from kvstore.config import load
+from kvstore.errors import Invalid
+from kvstore.ids import Shard
+from kvstore.node import Node
+from kvstore.objects import MemoryStore
+
+NS = namespace()
+
+
+@asynccontextmanager
+async def node(path, size, store=None):
+    flags = {"dram.size": "8MiB", "node.listen": "", "limits.drain": "5s", "nvme.path": str(path), "nvme.size": size}
+    async with Node.open(load(flags=flags).settings, store=store or MemoryStore()) as opened:
+        await opened.service.call("default", "put_namespace", api.PutNamespace(namespace=NS.id, fields=NS))
+        yield opened.service
+
+
+async def test_a_tier_larger_than_its_disk_is_refused_before_anything_is_made(tmp_path):
+    path = tmp_path / "nvme"
+    with pytest.raises(Invalid) as caught:
+        async with node(path, "900TiB"):
+            pass
+    assert "nvme.size is 943,718,400 MiB" in caught.value.message
+    assert caught.value.message.endswith(" MiB free")
+    assert "lower nvme.size" in caught.value.remedy
+    assert not path.exists()
+
+
+async def test_what_a_tier_needs_includes_its_index_and_a_margin(tmp_path, monkeypatch):
+    at = {"free": 100 << 20}
+    monkeypatch.setattr("kvstore.service.room.disk_usage", lambda _: SimpleNamespace(**at))
+    async with node(tmp_path / "small", "32MiB"):
+        pass
+    with pytest.raises(Invalid, match="has 100 MiB free"):
+        async with node(tmp_path / "large", "33MiB"):
+            pass
+    at["free"] = 0
+    async with node(tmp_path / "small", "32MiB"):  # its slab is there already
+        pass
+    with pytest.raises(Invalid, match="of its own"):
+        async with node(tmp_path / "small", "64MiB"):
+            pass
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A real file system of 120 MiB."""
+    at = tmp_path / "mounted"
+    at.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "kvtier-test", at], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.decode().strip()}")
+    yield at
+    subprocess.run(["umount", "-l", at], check=True)
+
+
+def fill(at):
+    with (at / "filler").open("wb") as filler:
+        with pytest.raises(OSError, match="No space left"):
+            while True:
+                filler.write(bytes(1 << 20))
+                filler.flush()
+        os.ftruncate(filler.fileno(), filler.tell() & ~4095)
+
+
+async def test_b40_a_disk_that_is_filled_later_stops_no_node_and_no_read(disk):
+    path, links, store = disk / "nvme", links_of(NS, 160), MemoryStore()
+    async with node(path, "16MiB", store):
+        pass
+    size = (path / "slab").stat().st_size
+    os.truncate(path / "slab", 0)
+    os.truncate(path / "slab", size)  # a slab whose pages the disk has yet to find
+    fill(disk)
+    assert shutil.disk_usage(disk).free < 1 << 20
+    async with node(path, "16MiB", store) as service:
+        assert await publish(service, "default", NS, links) == [True] * 10
+        request = api.Commit(id="s", namespace=NS.id, base_version=0, blocks=links, durability="bucket")
+        assert (await service.call("default", "commit", request)).tokens == 160
+        for _ in range(500):
+            degraded = (await service.call("default", "ready", api.Nothing())).degraded
+            if "nvme" in degraded:
+                break
+            await asyncio.sleep(0.01)
+        assert "No space left on device" in degraded["nvme"]
+        leases, miss = await service.plane.get("default", NS.id, Shard(), links, deadline_ms=0, reach="bucket")
+        assert (len(leases), miss) == (10, "")
+        for lease in leases:
+            lease.release()
+        assert (await service.call("default", "stats", api.Nothing())).tiers["nvme"].dropped > 0
