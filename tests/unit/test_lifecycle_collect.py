@@ -12,7 +12,7 @@ from kvstore.lifecycle.capacity import Candidate, LeastWorth, last_used, standin
 from kvstore.lifecycle.collector import Collector, CollectSettings
 from kvstore.lifecycle.hints import CollectHint, UsageHint, read_hint
 from kvstore.lifecycle.reaping import REAP_S
-from kvstore.model import Branch, Head, parse
+from kvstore.model import Branch, Head, parse, sealed
 from kvstore.objects import CREATE, Crash, Fault, Faults, MemoryStore
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny, until
 
@@ -155,7 +155,7 @@ async def test_a_remembered_head_still_expires_and_ends(repo, memory, clock, she
     assert (await collector.run(NOW)).expired == 1
     await collector.run(NOW)
     await collector.run(NOW)
-    head = parse(next(body for key, body in bodies(memory).items() if "/heads/" in key), Head, "head")
+    head = next(parse(body, Head, key) for key, body in bodies(memory).items() if "/heads/" in key)
     assert head.dead
     assert len(head.recent) == head.swaps  # what is remembered without its write ids was not swapped in
 
@@ -324,14 +324,16 @@ async def test_a_collection_that_died_in_its_sweep_goes_on_from_its_bookmark(mem
 
 async def test_a_bookmark_of_another_epoch_or_nonsense_counts_for_nothing(repo, memory):
     await memory.put(garbage(1), b"x", CREATE)
+    key = repo.root.keys.collect_hint
     for hint in (
-        b'{"v":1,"at":0,"epoch":2,"after":"r/blocks/zzz"}',
-        b'{"v":9}',
+        sealed(b'{"v":1,"at":0,"epoch":2,"after":"r/blocks/zzz"}', CollectHint, key),
+        sealed(b'{"v":9}', CollectHint, key),
         b"nonsense",
-        b'{"v":1,"at":0,"epoch":5,"after":"x"}',
+        sealed(b'{"v":1,"at":0,"epoch":5,"after":"x"}', CollectHint, key),
+        sealed(b'{"v":1,"at":0,"epoch":5,"after":"r/blocks/yyy"}', CollectHint, key).replace(b"yyy", b"zzz"),
     ):
-        await memory.delete([repo.root.keys.collect_hint])
-        await memory.put(repo.root.keys.collect_hint, hint, CREATE)
+        await memory.delete([key])
+        await memory.put(key, hint, CREATE)
         await Collector(repo).run(NOW)
     assert count(memory, "blocks") == 0
 
