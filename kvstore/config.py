@@ -136,7 +136,7 @@ class LimitSettings(Section, frozen=True, kw_only=True):
         restores: Restores that run or are remembered.
         restore: The longest a restore works when it names no deadline.
         write_behind: Bytes published and not yet on disk or in the bucket; more is dropped and counted.
-        pending_commits: Memory of commits that were promised (`dram`, `nvme`) and wait for the bucket; more are refused and counted.
+        pending_commits: Memory of commits that were promised (`dram`, `nvme`) and wait for the bucket; more are refused, counted.
         drain: How long a stop waits for what was accepted.
     """
 

@@ -2,13 +2,14 @@
 
 import re
 import shlex
+import tomllib
 from configparser import RawConfigParser
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kvstore.config import StorageUrl, load
+from kvstore.config import SECTIONS, StorageUrl, load
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?")
@@ -63,6 +64,19 @@ def test_the_example_configuration_loads():
     loaded = load(toml=(ROOT / "deploy/kvtier.toml").read_text(), toml_name="kvtier.toml")
     assert loaded.settings.nvme.size == 100 << 30
     assert loaded.origin["lifecycle.collect_interval"] == "kvtier.toml"
+
+
+def test_every_setting_stands_in_the_example_and_at_its_default_where_it_is_commented_out():
+    text = (ROOT / "deploy/kvtier.toml").read_text()
+    given = tomllib.loads(text)
+    shown = load(toml=re.sub(r"^# (?=\w+ = |\[)", "", text, flags=re.MULTILINE)).settings
+    for section, kind in SECTIONS.items():
+        assert f"[{section}]" in text
+        body = text.split(f"[{section}]\n")[1].split("\n[")[0]
+        assert re.findall(r"^(?:# )?(\w+) = ", body.split("\n# [")[0], re.MULTILINE) == list(kind.__struct_fields__), section
+        for field in set(kind.__struct_fields__) - set(given[section]):
+            assert getattr(getattr(shown, section), field) == getattr(kind(), field), f"{section}.{field}"
+    assert shown.tenants["research"].uids == (1000, 1001)
 
 
 def test_the_unit_starts_a_node_and_leaves_it_time_to_drain():
