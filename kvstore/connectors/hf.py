@@ -9,6 +9,9 @@
         sessions.commit("chat-42", output, past.past_key_values)
 
 One sequence, full attention, a transformers `DynamicCache`. torch is imported by the first `SessionCache`, not by this module.
+
+From transformers 5.24 on, `generate` would rather have the cache as `cache=`, a name that earlier versions do not know, and warns
+(FutureWarning). `past_key_values=` works with all that this module works with.
 """
 
 from __future__ import annotations
@@ -235,7 +238,8 @@ class SessionCache:
             labels: As the API's `Commit`.
 
         Raises:
-            Conflict: The session has moved on: restore it again, or fork.
+            Conflict: The session has moved on, and nothing was changed: restore it again, or fork. With `durability` of `dram` or
+                `nvme` only this node's commits are looked at: where another node's is first in the bucket, this one is dropped.
             Gone: It is no more, and its id may mean another one by now: restore, which starts anew.
             Overloaded: The node took not even the first block.
             Invalid: The cache is not of these tokens, or holds none to store.
