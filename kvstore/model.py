@@ -171,7 +171,7 @@ T = TypeVar("T", bound=Body)
 _OPENING: Final = b'{"digest":"'
 _BLANK: Final = _OPENING + b"0" * 64  # the digest always stands here, so that no JSON is read before it is verified
 _FIELDS: Final = len(_BLANK)
-_FSCK: Final = "`kvtier fsck` lists all that is damaged at rest; docs/operations.md (damaged registers) says how each comes back"
+_REMEDY: Final = "docs/operations.md (damaged registers) says how it comes back; `kvtier fsck` lists what else is damaged"
 
 
 class _Tagged(msgspec.Struct):
@@ -192,14 +192,14 @@ def parse(data: bytes | bytearray | memoryview, kind: type[T], key: str) -> T:
     """
     body = memoryview(data)
     if body[:_FIELDS].tobytes() != _OPENING + _digest(body[_FIELDS:], kind, key):
-        raise Corrupt(f"{key} is not a valid {kind.__name__}: its bytes do not match their digest", remedy=_FSCK)
+        raise Corrupt(f"{key} is not a valid {kind.__name__}: its bytes do not match their digest", remedy=_REMEDY)
     try:
         version = msgspec.json.decode(body, type=_Tagged).v
         if version != FORMAT_VERSION:
             raise Unsupported(f"{key} has format version {version}; this kvtier knows {FORMAT_VERSION}", kind="unknown_format")
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:  # the latter two: deep nesting, broken UTF-8
-        raise Corrupt(f"{key} is not a valid {kind.__name__}: {error}", remedy=_FSCK) from None
+        raise Corrupt(f"{key} is not a valid {kind.__name__}: {error}", remedy=_REMEDY) from None
 
 
 def dump(value: Body, key: str) -> bytes:

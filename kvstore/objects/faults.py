@@ -39,12 +39,14 @@ class Fault(msgspec.Struct, kw_only=True):
     Attributes:
         action: `before`: `Unavailable`, nothing was sent. `lost`: it is carried out, then `Unavailable`. `busy`: as `before`, kind
             `store_busy`. `stall`: waits for `release`, then is carried out. `slow`: sleeps first. `crash-before`, `crash-after`:
-            `Crash`, and every later call crashes too. `corrupt`: a read's first byte is flipped.
+            `Crash`, and every later call crashes too. `corrupt`: bits of a read's byte are flipped.
         verb: Which calls; `*` for any.
         key: Pattern (fnmatch) of the key or list prefix.
         skip: Matching calls to let pass first.
         times: Calls to hit after that.
         seconds: Of `slow`.
+        at: Of `corrupt`: which byte, counted round and round.
+        bits: Of `corrupt`: which bits of it.
     """
 
     action: Action
@@ -53,6 +55,8 @@ class Fault(msgspec.Struct, kw_only=True):
     skip: int = 0
     times: int = 1
     seconds: float = 0.0
+    at: int = 0
+    bits: int = 0xFF
 
     def hits(self, verb: str, key: str) -> bool:
         """Whether it strikes this call; counts it."""
@@ -102,7 +106,7 @@ class Faults:
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         return await self._do(
-            "get", key, lambda: self._store.get(key, range=range, into=into, if_none_match=if_none_match), _corrupted
+            "get", key, lambda: self._store.get(key, range=range, into=into, if_none_match=if_none_match), _flipped
         )
 
     async def head(self, key: str) -> ObjectMeta | Absent:
@@ -137,7 +141,9 @@ class Faults:
     async def aclose(self) -> None:
         """Close nothing: whoever opened the wrapped store closes it, maybe after another restart."""
 
-    async def _do(self, verb: str, key: str, call: Callable[[], Awaitable[_T]], corrupt: Callable[[_T], _T] | None = None) -> _T:
+    async def _do(
+        self, verb: str, key: str, call: Callable[[], Awaitable[_T]], flip: Callable[[_T, Fault], _T] | None = None
+    ) -> _T:
         outcome = "crash"
         try:
             if self.dead:
@@ -151,8 +157,8 @@ class Faults:
                 raise Unavailable(f"{verb} {key}: the answer was lost (injected)")
             if action == "crash-after":
                 self._die(f"after {verb} {key}")
-            if action == "corrupt" and corrupt:
-                result = corrupt(result)
+            if fault and action == "corrupt" and flip:
+                result = flip(result, fault)
             outcome = type(result).__name__ if isinstance(result, Absent | Refused | Unchanged) else "ok"
             return result
         except KVTierError as error:
@@ -188,9 +194,9 @@ async def _value(page: _T) -> _T:
     return page
 
 
-def _corrupted(found: Got | Absent | Unchanged) -> Got | Absent | Unchanged:
+def _flipped(found: Got | Absent | Unchanged, fault: Fault) -> Got | Absent | Unchanged:
     if not isinstance(found, Got) or not len(found.data):
         return found
     data = found.data if not found.data.readonly else memoryview(bytearray(found.data))
-    data[0] ^= 0xFF
+    data[fault.at % len(data)] ^= fault.bits
     return msgspec.structs.replace(found, data=data)

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 import msgspec
+import numpy as np
 
 from kvstore.errors import Corrupt, Invalid
-from kvstore.ids import BlockName, Namespace, NamespaceId, Shard
+from kvstore.ids import BlockName, Namespace, NamespaceId, Shard, namespace_id
 from kvstore.model import Copy, Head, Manifest
 from kvstore.objects.base import Absent, ObjectMeta
 from kvstore.repo.blocks import want
 from kvstore.repo.heads import versions_of
+from kvstore.repo.marks import Marks
 from kvstore.repo.repository import Repo
 from kvstore.repo.together import together
 from tiering import Miss
 
 MAX_FINDINGS: Final = 10_000
+_READS: Final = 4  # of whole blocks at once
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +94,14 @@ class Check:
         self.nameless: list[tuple[str, str]] = []
         self.heads: dict[str, Head] = {}
         self._manifests: dict[str, tuple[str, int]] = {}  # key to the head that names it, and how many blocks of it
-        self._blocks: dict[str, Named] = {}
         self._damaged: set[str] = set()
+        seed = int(repo.root.ids.new(), 16)
+        # Blocks, as digests of their keys: those that are named, those with a size that is stated, the named ones that are there,
+        # and those of them with another size. Whatever is not as it should be is then read from the manifests once more.
+        self._named, self._sized, self._stored, self._odd, self._looked_at = (Marks(seed) for _ in range(5))
 
     async def run(self, *, deep: bool, grace: float) -> Report:
-        """Heads, then what they name, then what is there, then the names."""
+        """Heads, then what they name, then what is there, then the names and namespaces."""
         self.report.epoch = (await self._repo.epochs.read()).epoch
         async for page in self._root.store.list(self._keys.heads()):
             await together(self._head, [meta.key for meta in page])
@@ -104,6 +110,8 @@ class Check:
         await self._stored_blocks(deep=deep)
         await self._blame()
         await self._names(await self._root.store.now() - grace)
+        async for page in self._root.store.list(self._keys.namespaces):
+            await together(self._namespace, [meta.key for meta in page])
         return self.report
 
     def find(self, kind: str, key: str, detail: str = "", severity: Literal["error", "note"] = "error") -> None:
@@ -155,18 +163,22 @@ class Check:
         for index, block in enumerate(manifest.blocks[:n]):
             if not block.copies:
                 self.find("block_without_copies", manifest_key, f"block {index}")
-        self._blocks.update((key, named) for key, named in self._entries(head, manifest_key, manifest, n))
+        copies = list(self._copies(manifest, n))
+        self._named.add(self._named.digests((key for key, _, _ in copies), len(copies)))
+        self._sized.add(self._sized.digests((_with_size(key, copy.bytes) for key, _, copy in copies), len(copies)))
 
-    def _entries(self, head: str, manifest_key: str, manifest: Manifest, n: int) -> Iterator[tuple[str, Named]]:
-        """The block objects that the first `n` blocks of a manifest name, by key."""
+    def _copies(self, manifest: Manifest, n: int) -> Iterator[tuple[str, int, Copy]]:
+        """The block objects that its first `n` blocks name: key, index of the block, copy."""
         for index, block in enumerate(manifest.blocks[:n]):
             for copy in block.copies:
-                shard = manifest.shards[copy.shard]
-                name = BlockName(manifest.namespace, Shard.parse(shard), block.prefix_id, block.tokens)
-                yield (
-                    self._keys.block(manifest.namespace, shard, block.prefix_id, copy.gen),
-                    Named(head, manifest_key, index, name, copy),
-                )
+                yield self._keys.block(manifest.namespace, manifest.shards[copy.shard], block.prefix_id, copy.gen), index, copy
+
+    def _entries(self, head: str, manifest_key: str, manifest: Manifest, n: int) -> Iterator[tuple[str, Named]]:
+        """The same with all that is known of them."""
+        for key, index, copy in self._copies(manifest, n):
+            block = manifest.blocks[index]
+            name = BlockName(manifest.namespace, Shard.parse(manifest.shards[copy.shard]), block.prefix_id, block.tokens)
+            yield key, Named(head, manifest_key, index, name, copy)
 
     async def _still_named(self, head_key: str, manifest: str, n: int = 0) -> bool:
         """Whether a head names it even now, and at least `n` blocks of it: others commit and rewind while we look."""
@@ -185,49 +197,74 @@ class Check:
     # --- blocks ---
 
     async def _stored_blocks(self, *, deep: bool) -> None:
-        unseen, odd = set(self._blocks), []
         async for page in self._root.store.list(self._keys.blocks):
-            for meta in page:
-                self._stored_block(meta)
-                named = self._blocks.get(meta.key)
-                unseen.discard(meta.key)
-                if named is not None and (deep or meta.size != named.copy.bytes):
-                    odd.append((meta, named))
-        await together(self._missing, sorted(unseen))
-        await together(self._inspect, odd, limit=4)
+            found = self._named.digests((meta.key for meta in page), len(page))
+            named = self._named.hold(found)
+            sized = self._sized.hold(self._sized.digests((_with_size(meta.key, meta.size) for meta in page), len(page)))
+            self._stored.add(found[named])
+            self._odd.add(found[named & ~sized])
+            for meta, is_named in zip(page, named, strict=True):
+                self._stored_block(meta, named=bool(is_named))
+        if deep or len(self._odd) or len(self._stored) < len(self._named):
+            for manifest_key, (head, n) in self._manifests.items():
+                await self._look_at(manifest_key, head, n, deep=deep)
 
-    def _stored_block(self, meta: ObjectMeta) -> None:
+    def _stored_block(self, meta: ObjectMeta, *, named: bool) -> None:
         self.report.blocks += 1
         self.report.bytes += meta.size
         if self._keys.parse_block(meta.key) is None:
             self.find("foreign_key", meta.key, severity="note")
-        elif meta.key not in self._blocks:
+        elif not named:
             self.report.garbage_blocks += 1
             self.report.garbage_bytes += meta.size
 
-    async def _missing(self, key: str) -> None:
-        named = self._blocks[key]
+    async def _look_at(self, manifest_key: str, head: str, n: int, *, deep: bool) -> None:
+        """Look at the blocks of a manifest that are not there, or not as stated; at all of them when the check is deep."""
+        manifest = None if manifest_key in self.sound else await self._repo.manifests.get(manifest_key)
+        if manifest is None:
+            return
+        keys = [key for key, _, _ in self._copies(manifest, n)]
+        found = self._named.digests(keys, len(keys))
+        stored, odd = self._stored.hold(found), self._odd.hold(found)
+        wanted = ~stored | odd | deep
+        if not wanted.any():
+            return
+        wanted &= ~self._looked_at.hold(found)
+        self._looked_at.add(found[wanted])
+        entries = list(self._entries(head, manifest_key, manifest, n))
+        await together(self._missing, [entries[at] for at in np.flatnonzero(wanted & ~stored)])
+        await together(self._resized, [entries[at] for at in np.flatnonzero(wanted & odd)], limit=_READS)
+        await together(self._inspect, [entries[at] for at in np.flatnonzero(wanted & stored & ~odd)], limit=_READS)
+
+    async def _missing(self, entry: tuple[str, Named]) -> None:
+        key, named = entry
         if not isinstance(await self._root.store.head(key), Absent):
             return  # it was stored while the listing went on
         if await self._still_named(named.head, named.manifest.rpartition("/")[2], named.index + 1):
             self._damage("block_missing", key, f"block {named.index} of {named.manifest}")
 
-    async def _inspect(self, entry: tuple[ObjectMeta, Named]) -> None:
-        """Read a block whose size is not the stated one, or every one when the check is deep."""
-        meta, named = entry
+    async def _resized(self, entry: tuple[str, Named]) -> None:
+        """One whose size is not the stated one: it may have been repaired under another codec."""
+        key, named = entry
+        meta = await self._root.store.head(key)
+        if not isinstance(meta, Absent) and await self._inspect(entry):
+            self.find("block_resized", key, f"{meta.size} bytes where {named.copy.bytes} are stated; sound", severity="note")
+
+    async def _inspect(self, entry: tuple[str, Named]) -> bool:
+        """Read a block. Whether it is what it claims."""
+        key, named = entry
         fields = await self._fields(named.name.namespace)
         if fields is None:
             self.find("namespace_missing", self._keys.namespace(named.name.namespace), "its blocks could not be verified")
-            return
+            return False
         try:
             miss = await self._repo.origin.inspect(want(fields, named.name, named.copy))
         except Invalid as error:
-            self._damage("block_corrupt", meta.key, error.message)
-            return
+            self._damage("block_corrupt", key, error.message)
+            return False
         if miss is Miss.CORRUPT:
-            self._damage("block_corrupt", meta.key, f"block {named.index} of {named.manifest}")
-        elif miss is None and meta.size != named.copy.bytes:
-            self.find("block_resized", meta.key, f"{meta.size} bytes where {named.copy.bytes} are stated; sound", severity="note")
+            self._damage("block_corrupt", key, f"block {named.index} of {named.manifest}")
+        return miss is None
 
     async def _fields(self, namespace: NamespaceId) -> Namespace | None:
         try:
@@ -282,6 +319,20 @@ class Check:
             self.report.dangling_names += 1
             return None
         return head_key, held.name.branch
+
+    # --- namespaces ---
+
+    async def _namespace(self, key: str) -> None:
+        try:
+            await self._root.namespace(namespace_id(key.removeprefix(self._keys.namespaces).removesuffix(".json")))
+        except Corrupt as error:
+            self.find("namespace_unreadable", key, error.message)
+        except Invalid:
+            self.find("foreign_key", key, severity="note")
+
+
+def _with_size(key: str, nbytes: int) -> str:
+    return f"{key} {nbytes}"
 
 
 def _longest(head: Head) -> dict[str, int]:

@@ -10,6 +10,7 @@ class CuttingProxy:
 
     Attributes:
         cuts: Asked for each answered request with (method, path); True cuts the answer off.
+        alters: Given each answer's body with (method, path, body), gives the body that goes on.
         done: (method, path, status) of every answer that was cut.
     """
 
@@ -17,6 +18,7 @@ class CuttingProxy:
         where = urlsplit(endpoint)
         self._host, self._port = where.hostname, where.port
         self.cuts = lambda method, path: False
+        self.alters = lambda method, path, body: body
         self.done = []
 
     @classmethod
@@ -52,7 +54,8 @@ class CuttingProxy:
         answer_head = await upstream_reader.readuntil(b"\r\n\r\n")
         status = int(answer_head.split(b" ", 2)[1])
         bodiless = method == b"HEAD" or status in {204, 304}
-        answer = answer_head + (b"" if bodiless else await _body(upstream_reader, _fields(answer_head)))
+        body = b"" if bodiless else await _body(upstream_reader, _fields(answer_head))
+        answer = answer_head + self.alters(method.decode(), path.decode(), body)
         if self.cuts(method.decode(), path.decode()):
             self.done.append((method.decode(), path.decode(), status))
             return False
