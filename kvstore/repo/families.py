@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from cachetools import LRUCache
@@ -267,7 +268,8 @@ class _Group:
         Returns:
             The head after our swap. None with members left: read again.
         """
-        plans = await self._plans(at, [(ticket, self._decide(ticket, at.head)) for ticket in self._members], trusted=trusted)
+        asked = [(ticket, partial(self._decide, ticket, at.head)) for ticket in self._members]
+        plans = await self._plans(at, asked, trusted=trusted)
         if plans is None:
             return None
         additions = [(ticket, plan.build) for ticket, plan in plans if isinstance(plan, Addition)]
@@ -276,7 +278,7 @@ class _Group:
             if ready is None or ready.epoch is None:
                 return None
             at, epoch = ready, ready.epoch
-            built = await self._plans(at, [(ticket, build(epoch)) for ticket, build in additions], trusted=trusted)
+            built = await self._plans(at, [(ticket, partial(build, epoch)) for ticket, build in additions], trusted=trusted)
             if built is None:
                 return None
             plans = [(ticket, plan) for ticket, plan in plans if isinstance(plan, Edit)] + built
@@ -306,14 +308,14 @@ class _Group:
         return plan
 
     async def _plans(
-        self, at: Position, asked: Sequence[tuple[_Ticket, Awaitable[Plan]]], *, trusted: bool
+        self, at: Position, asked: Sequence[tuple[_Ticket, Callable[[], Awaitable[Plan]]]], *, trusted: bool
     ) -> list[tuple[_Ticket, Plan]] | None:
         """The members' plans that need a swap; the other members get their answers. None: the head must be read first."""
         room = asyncio.Semaphore(_AT_ONCE)
 
-        async def in_turn(plan: Awaitable[Plan]) -> Plan:
+        async def in_turn(plan: Callable[[], Awaitable[Plan]]) -> Plan:
             async with room:
-                return await plan
+                return await plan()
 
         outcomes = await asyncio.gather(*(in_turn(plan) for _, plan in asked), return_exceptions=True)
         swaps: list[tuple[_Ticket, Plan]] = []

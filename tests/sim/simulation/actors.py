@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import NamedTuple
 
 from kvstore import api, codec
 from kvstore.errors import KVTierError, Unavailable
@@ -15,9 +16,24 @@ from simulation.node import request_of
 from tiering import Miss
 
 SESSIONS = ("s1", "s2", "s3")
-NOTHING = (0, (), "")
 WORDS = 6  # tokens come from a small vocabulary, so that users often write the same
 LOOKS = {Miss.UNAVAILABLE, Miss.TIMEOUT}
+
+
+class Known(NamedTuple):
+    """What a user builds on: a version, its tokens, and the session that it is one of.
+
+    Who was promised a version does not know which session it will be of. The node does, in that life: `follows` is the operation.
+    """
+
+    version: int = 0
+    tokens: tuple = ()
+    branch: str = ""
+    follows: int = -1
+    life: object = None
+
+
+NOTHING = Known()
 
 
 class User:
@@ -26,7 +42,7 @@ class User:
     def __init__(self, world, number):
         self.world, self.name, self.random = world, f"u{number}", world.random
         self.node = world.nodes[number % len(world.nodes)]
-        self.known = {}  # (tenant, session) -> (version, tokens, branch)
+        self.known = {}  # (tenant, session) -> Known
 
     async def run(self):
         world = self.world
@@ -43,17 +59,19 @@ class User:
     # --- writing ---
 
     async def commit(self, tenant, session):
-        base, tokens, branch = self.known.get((tenant, session), NOTHING)
-        if not base and self.random.random() < 0.7:
+        known = self.known.get((tenant, session), NOTHING)
+        if not known.version and self.random.random() < 0.7:
             await self.get(tenant, session)
-            base, tokens, branch = self.known.get((tenant, session), NOTHING)
+            known = self.known.get((tenant, session), NOTHING)
+        base, tokens, branch = known[:3]
         lot = self.random.random()
         if lot < 0.15 and tokens:  # an edit
             tokens = tokens[: self.random.randrange(len(tokens))]
         if lot < 0.92 or not tokens:
             tokens += tuple(self.random.randrange(WORDS) for _ in range(self.random.randint(1, 9)))
         durability = self.random.choices(("bucket", "nvme", "dram"), (8, 2, 1))[0]
-        op = self.world.history.begin("commit", tenant, session, base=base, tokens=tokens, branch=branch, durability=durability)
+        told = {"base": base, "tokens": tokens, "branch": branch, "follows": known.follows}
+        op = self.world.history.begin("commit", tenant, session, durability=durability, **told)
         links = self.world.library.links(tenant, tokens)
         ttl = self.random.choice((None, None, 0, 40))
         request = request_of(op, self.world, links, ttl=ttl, write_id=f"{self.random.getrandbits(128):032x}")
@@ -62,6 +80,8 @@ class User:
         for _ in range(3):  # a retry is the same operation, perhaps on another node
 
             async def work(node):
+                if known.life not in {None, node.life}:
+                    return Unavailable("the life that knew what was promised is over")
                 if bytes_here:
                     self.world.library.fill(node.shelf, tenant, tokens)
                 return await node.commit(op, tenant, request, durability)
@@ -69,7 +89,7 @@ class User:
             op.tries += 1
             answer = await self._asked(work)
             unknown = answer is None or isinstance(answer, Unavailable)
-            if not unknown or self.random.random() < 0.4:
+            if not unknown or known.follows >= 0 or self.random.random() < 0.4:
                 break
             if self.random.random() < 0.5:
                 self.node = self.random.choice(self.world.nodes)
@@ -86,9 +106,10 @@ class User:
             if answer.version == op.base:  # a longer version holds it, which this user has not seen
                 self.known.pop(place, None)
             elif branches:
-                self.known[place] = (answer.version, op.tokens, branches[-1])
-        elif op.durability != "bucket":
-            self.known.pop(place, None)
+                self.known[place] = Known(answer.version, op.tokens, branches[-1])
+        elif op.durability != "bucket" and self.random.random() < 0.8:
+            follows = op.follows if op.branch else op.id
+            self.known[place] = Known(answer.version, op.tokens, op.branch, follows, op.lives[-1])
         else:
             self.known.pop(place, None)
 
@@ -112,7 +133,7 @@ class User:
             )
 
     async def rewind(self, tenant, session):
-        _, tokens, _ = self.known.get((tenant, session), NOTHING)
+        tokens = self.known.get((tenant, session), NOTHING).tokens
         version = self.random.choice((None, 0, 1, 2, 3))
         to = self.random.randint(0, len(tokens)) if version is None else None
         await self._do(
@@ -138,7 +159,7 @@ class User:
             branch = self.world.truth.branches[answer.branch]
             content = branch.versions.get(answer.version)
             if answer.version and content is not None:
-                self.known[tenant, session] = (answer.version, content.tokens, answer.branch)
+                self.known[tenant, session] = Known(answer.version, content.tokens, answer.branch)
 
     async def restore(self, tenant, session):
         """Resolve, then read every block. What is read is right; what is missing is not named any more."""

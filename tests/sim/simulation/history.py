@@ -22,7 +22,8 @@ class Op:
     start: float
     base: int = 0
     tokens: tuple = ()
-    branch: str = ""  # the branch that `base` is a version of, as far as the user knows
+    branch: str = ""  # the branch that `base` is a version of
+    follows: int = -1  # where it does not know: the operation that was promised that version
     durability: str = "bucket"
     lives: list = field(default_factory=list)  # the lives of nodes that worked on it
     tries: int = 0
@@ -92,6 +93,10 @@ class History:
                 true = bool(seqs - {op.base}) or free or len(found) > 1 or (op.base > 0 and REMADE in error.message)
             case NotFound() if NO_BYTES in error.message:
                 true = op.kind in {"commit", "detach"}
+            case Gone() if op.follows >= 0:
+                true = True  # the promise that it was built on may not have been kept
+            case Gone() if op.kind == "commit" and op.branch:
+                true = truth.branches[op.branch].gone <= op.end
             case NotFound() | Gone():
                 true = free or op.kind in {"rewind", "fork", "detach"}  # the version may be what is gone
             case AlreadyExists():
@@ -161,9 +166,17 @@ class History:
             if lasting and op.outcome == NO and op.durability == "bucket":
                 self._world.violation("I2", f"{op} was refused, and took effect as version {lasting[0].seq}")
             for effect in effects:
-                if op.base and effect.branch != op.branch:
-                    self._world.count("of a later session")  # `base` is a number: a node cannot tell what it is a version of
+                if op.base and effect.branch not in self._meant_by(op):
+                    self._world.violation("I4", f"{op} was built on {op.branch[:8]}, and took effect in {effect.branch[:8]}")
         self._reachable()
+
+    def _meant_by(self, op):
+        """The branch that an operation was built on; of several, where a promise made its session more than once."""
+        if op.branch or not op.base:
+            return {op.branch}
+        before = self.ops[op.follows]
+        made = {effect.branch for effect in self._world.truth.effects.get(before.id, ())}
+        return made if not before.base else made & self._meant_by(before)
 
     def _detached(self, op, effect):
         """Whether a fork brought the version there, with its labels, by way of another session."""

@@ -9,7 +9,7 @@ import msgspec
 from kvstore.errors import Conflict
 from kvstore.lifecycle import collector, marking, sweep
 from kvstore.objects import OVERWRITE, Stored, Update
-from kvstore.repo import families, heads, names, root, uploads
+from kvstore.repo import families, heads, names, root, uploads, writer
 from kvstore.repo.heads import Heads, Position
 
 
@@ -105,6 +105,11 @@ def _expired_by_any_clock(branch, now):
     return not branch.pinned and 0 < branch.expires <= now + 60
 
 
+async def _whoever_has_the_name(self, place, branch):
+    """I4: a commit lands in the session that has the id now."""
+    return await self._named(self._finder.key(*place))
+
+
 MUTANTS = {
     "no_seal": Mutant("a collector only reads heads", ("I1",), [_patch(Heads, "swap", _no_seal)]),
     "epoch_first": Mutant("the epoch is not read after the head", ("I1",), [_patch(families._Group, "_ready", _epoch_from_memory)]),
@@ -116,6 +121,9 @@ MUTANTS = {
     "report_failed": Mutant("a lost answer is called a failure", ("I1", "I2"), [_patch(root.Root, "attempt", _impatient)]),
     "blind_swap": Mutant("a swap does not name what it replaces", ("R8", "I2", "I1"), [_patch(Heads, "swap", _overwrite)]),
     "blind_claim": Mutant("a claim does not name the value it judged", ("I3",), [_patch(names.Names, "claim", _blind_claim)]),
+    "any_session": Mutant(
+        "a commit does not look which session it was built on", ("I4",), [_patch(writer.Writer, "_meant", _whoever_has_the_name)]
+    ),
     "blind_expire": Mutant(
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]
     ),

@@ -49,6 +49,7 @@ class Local:
         proposal = Proposal(
             namespace=self._world.library.namespaces[tenant],
             base=request.base_version,
+            branch=request.branch,
             links=tuple(request.blocks),
             shards=request.shards,
             labels=request.labels or None,
@@ -149,6 +150,7 @@ def request_of(op, world, links, *, ttl, write_id):
         namespace=world.library.namespaces[op.tenant].id,
         lane="main",
         base_version=op.base,
+        branch=op.branch,
         blocks=links,
         ttl_s=ttl,
         labels={"op": str(op.id)},
