@@ -16,7 +16,6 @@ from kvstore.lifecycle.dryrun import DryRun, Report
 from kvstore.lifecycle.hints import CollectHint, UsageHint, read_hint, write_hint
 from kvstore.lifecycle.kept import Kept
 from kvstore.lifecycle.marking import Marking, Outline
-from kvstore.lifecycle.marks import Marks
 from kvstore.lifecycle.reaping import Reaper
 from kvstore.lifecycle.sweep import YOUNG, Bookmark, Sweep, Swept
 from kvstore.lifecycle.usage import UsageCount
@@ -24,6 +23,7 @@ from kvstore.model import Branch, Head, dump, parse
 from kvstore.objects.base import ObjectMeta
 from kvstore.repo import Repo
 from kvstore.repo.heads import Position, expired, swapped
+from kvstore.repo.marks import Marks
 from kvstore.repo.together import together
 
 _SWAPS: Final = 64  # attempts to seal one head that others keep opening

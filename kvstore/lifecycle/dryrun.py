@@ -8,8 +8,8 @@ from typing import Final, Literal
 
 from kvstore.api import Doomed
 from kvstore.keys import Keys
-from kvstore.lifecycle.marks import Digests, Marks
 from kvstore.objects.base import ObjectMeta
+from kvstore.repo.marks import Digests, Marks
 
 Report = Callable[[Doomed], None]
 Reason = Literal["expired", "superseded", "orphan", "unnamed"]

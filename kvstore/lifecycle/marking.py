@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvstore.errors import Corrupt
 from kvstore.lifecycle.kept import Kept
-from kvstore.lifecycle.marks import Digests, Marks, digests
 from kvstore.model import Head, Manifest
 from kvstore.repo import Repo
 from kvstore.repo.heads import versions_of
+from kvstore.repo.marks import Digests, Marks, digests
 
 _KEPT: Final = 32 << 20  # of outlines: 1.6 million blocks
 

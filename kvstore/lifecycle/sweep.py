@@ -9,9 +9,9 @@ import msgspec
 
 from kvstore.lifecycle.dryrun import DryRun
 from kvstore.lifecycle.hints import CollectHint, write_hint
-from kvstore.lifecycle.marks import Digests, Marks
 from kvstore.lifecycle.usage import UsageCount
 from kvstore.objects.base import ObjectMeta
+from kvstore.repo.marks import Digests, Marks
 from kvstore.repo.root import Root
 
 YOUNG: Final = 2

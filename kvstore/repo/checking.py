@@ -154,12 +154,12 @@ class Check:
                 self.find("manifest_unreadable", manifest_key, error.message)
                 continue
             if manifest is not None and len(manifest.blocks) >= n:
-                self._expect(key, manifest_key, manifest, n)
+                self._expect(manifest_key, manifest, n)
             elif await self._still_named(key, name):
                 self.sound[manifest_key] = -1
                 self.find("manifest_missing" if manifest is None else "manifest_short", manifest_key, f"named by {key}")
 
-    def _expect(self, head: str, manifest_key: str, manifest: Manifest, n: int) -> None:
+    def _expect(self, manifest_key: str, manifest: Manifest, n: int) -> None:
         for index, block in enumerate(manifest.blocks[:n]):
             if not block.copies:
                 self.find("block_without_copies", manifest_key, f"block {index}")

@@ -9,14 +9,14 @@ import pytest
 from kvstore import api
 from kvstore.clock import SeededIds, VirtualClock
 from kvstore.errors import Unavailable
-from kvstore.lifecycle import marks as marks_module
 from kvstore.lifecycle.collector import CollectSettings
 from kvstore.lifecycle.kept import Kept
-from kvstore.lifecycle.marks import Marks
 from kvstore.lifecycle.runners import InProcess
 from kvstore.lifecycle.worker import Collections
 from kvstore.objects import CREATE, OVERWRITE, Faults, MemoryStore
 from kvstore.objects.paced import PacedStore
+from kvstore.repo import marks as marks_module
+from kvstore.repo.marks import Marks
 from kvstore.repo.testing import Shelf, commit, opened, tiny, until
 
 NS = tiny()

@@ -218,3 +218,41 @@ async def test_what_a_head_and_its_manifest_disagree_on_is_an_error(repo, other,
     longer = {name: msgspec.structs.replace(branch, n=5) for name, branch in head.branches.items()}
     await memory.put(key, dump(swapped(head, "f" * 32, branches=longer), key), OVERWRITE)
     assert kinds(await fsck(other)) == ["manifest_short"]
+
+
+async def test_a_clean_root_is_read_once_and_a_missing_block_costs_a_second_look(memory, clock, shelf):
+    store = Faults(memory, clock=clock)
+    async with opened(store, clock) as repo:
+        await commit(repo, shelf, "s", range(16), 0, NS)
+        await repo.sessions.fork("default", "s", NS.id, "", "t")
+        await commit(repo, shelf, "t", range(24), 1, NS)
+    async with opened(store, clock, SeededIds(2)) as other:
+        store.requests.clear()
+        assert (await fsck(other)).clean
+        assert [entry.verb for entry in store.requests if "/manifests/" in entry.key and entry.verb == "get"] == ["get"] * 2
+        assert [entry for entry in store.requests if "/blocks/" in entry.key and entry.verb != "list"] == []
+        gone = block_key(other, shelf, range(16), 2)
+        await memory.delete([gone])
+        store.requests.clear()
+        report = await fsck(other)
+        assert [(finding.kind, finding.key) for finding in report.findings] == [
+            ("block_missing", gone)
+        ]  # though two versions name it
+        assert [entry.verb for entry in store.requests if "/blocks/" in entry.key and entry.verb != "list"] == ["head"]
+        assert (await fsck(other, repair=True)).repaired
+    for session in ("s", "t"):
+        async with opened(memory, clock, SeededIds(3)) as after:
+            assert (await after.sessions.get("default", session)).tokens == 8
+
+
+async def test_sizes_are_compared_with_what_any_manifest_states(repo, other, memory, shelf):
+    namespace = tiny(dtype="BF16", layers=2)
+    await commit(repo, shelf, "s", range(8), 0, namespace)
+    link = shelf.fill(namespace, range(8))[1]
+    name = BlockName(namespace.id, Shard(), link.prefix_id, link.tokens)
+    key = repo.uploads.key(name, 1)
+    await memory.put(key, codec.encode(memoryview(shelf.held[name]), name, namespace, "zstd").body, OVERWRITE)  # repaired elsewhere
+    report = await fsck(other)
+    assert report.clean
+    assert [(finding.kind, finding.key) for finding in report.findings] == [("block_resized", key)]
+    assert report.garbage_blocks == 0

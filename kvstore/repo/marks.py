@@ -1,4 +1,4 @@
-"""What a collection must not take, at eight bytes a key."""
+"""Sets of keys, at eight bytes a key: what a collection must not take, and what a check expects to find."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Marks:
     """A set of keys, as 64-bit digests in sorted arrays.
 
     Two keys with one digest make an unmarked key look marked, so a collision can only ever keep a piece of garbage, never delete a
-    live object. With ten million marks it happens to one piece in 10^12; the seed is a fresh one in every process, so that it goes
-    with a later collection.
+    live object; a check may overlook a block that is missing. With ten million marks it happens to one piece in 10^12; the seed is
+    a fresh one in every process, so that it goes with a later collection.
 
     Args:
         seed: 64 bits or more that nobody outside knows, so that nobody can make keys that collide.
