@@ -42,14 +42,14 @@ class Blocks:
         geometry = Geometry(namespace=NAMESPACE, shard=shard)
         self.raw = []
         for index, name in enumerate(self.names):
-            raw = memoryview(np.empty(self.plan.raw_bytes, np.uint8))
+            raw = np.empty(self.plan.raw_bytes, np.uint8).data
             values, ids = geometry.payload(raw[self.plan.header_bytes :], name.tokens)
             at = slice(index * name.tokens, (index + 1) * name.tokens)
             values[...], ids[...] = kv[:, :, at], tokens[at]
             codec.seal(raw, name, NAMESPACE)
             self.raw.append(raw)
         self.stored = [codec.encode(raw, name, NAMESPACE, "bp-zstd") for raw, name in zip(self.raw, self.names, strict=True)]
-        self.into = memoryview(np.zeros(self.plan.raw_bytes, np.uint8))
+        self.into = np.zeros(self.plan.raw_bytes, np.uint8).data
 
     def decode(self, index: int) -> None:
         """As a reader does."""
@@ -73,7 +73,7 @@ class Blocks:
 def _real_kv(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [n], and their KV, [layers, 2, n, kv_heads, head_dim] as uint16."""
     folder = smollm2()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text[: tokens * 8], return_tensors="pt").input_ids
     cache = DynamicCache(config=model.config)
