@@ -6,8 +6,11 @@ the result is the peak resident memory of that process, against the 300 MiB that
 `bucket`: sessions and garbage on SeaweedFS, collected by the collector's own process to exactly the live set; the result is blocks
 per second, against a bare listing and deletion of as many objects by the same client.
 
+`check`: the synthetic bucket under `kvtier fsck`.
+
     python benchmarks/collect.py listing [--keys 5000000]
     python benchmarks/collect.py bucket [--keys 20000]
+    python benchmarks/collect.py check [--keys 5000000]
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from kvstore.lifecycle.runners import Subprocess
 from kvstore.model import BlockRef, Branch, Copy, Head, Manifest, dump
 from kvstore.objects import CREATE, MemoryStore, ObjectStore, S3Store
 from kvstore.objects.base import PAGE, Absent, Got, ObjectMeta, Unchanged
+from kvstore.repo.fsck import fsck
 from kvstore.repo.testing import Shelf, commit, opened, tiny
 from kvstore.repo.together import together
 
@@ -126,6 +130,16 @@ def _manifest(family: int) -> Manifest:
     copies = (Copy(shard=0, gen=1, bytes=SIZE, header_bytes=4096),)
     blocks = tuple(BlockRef(prefix_id=_prefix(family, index), tokens=4, copies=copies) for index in range(LIVE))
     return Manifest(namespace=NAMESPACE.id, shards=(SHARD,), block_tokens=4, tokens=4 * LIVE, blocks=blocks)
+
+
+async def check_synthetic(keys: int) -> None:
+    """`kvtier fsck` of it, in this process; prints how much memory it took at most."""
+    async with opened(Synthetic(keys), SystemClock(), RandomIds(), cached_manifests=1) as repo:
+        started = time.perf_counter()
+        found = await fsck(repo)
+    sessions = keys // SESSION
+    assert (found.heads, found.blocks, found.garbage_blocks, found.clean) == (sessions, keys, sessions * (SESSION - LIVE), True)
+    print(msgspec.json.encode({"peak": _peak_mib(), "seconds": time.perf_counter() - started}).decode(), flush=True)
 
 
 async def collect_synthetic(keys: int) -> None:
@@ -223,12 +237,14 @@ async def _bare(store: ObjectStore, keys: Sequence[str], deleted: int) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["listing", "bucket", "synthetic"])
+    parser.add_argument("what", choices=["listing", "bucket", "synthetic", "check"])
     parser.add_argument("--keys", type=int, default=0)
     asked = parser.parse_args()
     if asked.what == "listing":
         listing(asked.keys or 5_000_000)
     elif asked.what == "bucket":
         asyncio.run(bucket(asked.keys or 20_000))
+    elif asked.what == "check":
+        asyncio.run(check_synthetic(asked.keys or 5_000_000))
     else:
         asyncio.run(collect_synthetic(asked.keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 from kvstore.cli.embedded import beside
 from kvstore.clock import RandomIds, SystemClock
@@ -15,6 +16,8 @@ from kvstore.objects import RetryingStore
 from kvstore.objects.opening import open_store
 from kvstore.repo import Repo, RepoSettings
 from tiering import Movers
+
+_SETTINGS: Final = RepoSettings(init=False, cached_manifests=4 << 20)  # a tool reads each of them once or twice
 
 
 @asynccontextmanager
@@ -33,5 +36,5 @@ async def repository(settings: Settings, folder: Path) -> AsyncIterator[Repo]:
         url = StorageUrl.parse(found.store.url)
         async with open_store(url, found.store, clock) as store, Movers.open() as movers:
             retrying = RetryingStore(store, clock, ids)
-            async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, RepoSettings(init=False)) as repo:
+            async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, _SETTINGS) as repo:
                 yield repo

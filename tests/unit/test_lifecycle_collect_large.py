@@ -64,6 +64,8 @@ def test_memory_is_a_constant_and_a_few_bytes_for_each_block():
     for keys in (50_000, 350_000):
         command = [sys.executable, str(COLLECT), "synthetic", "--keys", str(keys)]
         peaks[keys] = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=100).stdout)["peak"]
+    check = [sys.executable, str(COLLECT), "check", "--keys", "350000"]
+    assert json.loads(subprocess.run(check, check=True, capture_output=True, timeout=100).stdout)["peak"] < 150  # fsck, too
     more = (peaks[350_000] - peaks[50_000]) * 1024**2
     assert more / 300_000 < 100  # 8 for the mark, 2 x 8 while marks are sorted, 20 as far as outlines are kept (32 MiB at most)
     assert peaks[350_000] < 150
