@@ -13,7 +13,7 @@ from kvstore.model import MAX_BLOCKS, Branch, Copy, Head, Manifest, Version
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, grows, links_of, tokens_of, unfold
 from kvstore.repo.families import Addition, Edit, MovedError, Settled
 from kvstore.repo.heads import next_version, renewed, versions_of
-from kvstore.repo.manifests import Manifests
+from kvstore.repo.manifests import Manifests, made_by
 from kvstore.repo.root import Root
 from kvstore.repo.uploads import Uploads, Wanted
 
@@ -104,6 +104,8 @@ class Commit:
         want, branch = self._proposal, head.branches.get(self._branch, self._start)
         if branch is None or head.dead:
             raise Gone("this session was deleted, or it expired")
+        if self.made(branch):
+            return Settled(await self.landed(head))
         manifest = await self._manifest(branch.manifest)
         stored = self._first(branch.manifest, manifest, branch.n)
         have = links_of(stored)
@@ -128,6 +130,12 @@ class Commit:
             return await self._build(head, branch, manifest, keep, span, epoch, answer)
 
         return Addition(build)
+
+    def made(self, branch: Branch) -> bool:
+        """Whether a version of the branch is what this commit made in an earlier life, in a group with others (R8)."""
+        return any(
+            version.seq > self._proposal.base and made_by(version.manifest, self.write_id) for version in versions_of(branch)
+        )
 
     async def ahead(self, head: Head, epoch: int) -> None:
         """Store blocks before the head is ours to change, so that the swap is short. What comes of it is a guess, not a promise.
@@ -231,7 +239,8 @@ class Commit:
             return Settled(msgspec.structs.replace(done, version=min(answer, branch.seq)))
         now = await ledger.root.now()
         labels = want.labels if want.labels is not None else manifest.labels if manifest is not None else {}
-        name = await ledger.manifests.put(self._tenant, self._family, epoch, fold(result, want.namespace, labels, now, manifest))
+        made = fold(result, want.namespace, labels, now, manifest)
+        name = await ledger.manifests.put(self._tenant, self._family, epoch, made, self.write_id)
         new = next_version(branch, manifest=name, n=len(result), at=now, history=ledger.history)
         if want.ttl is not None or branch.sliding or self._branch not in head.branches:
             new = renewed(new, now, want.ttl)

@@ -17,6 +17,7 @@ from kvstore.repo.root import Root
 
 _COMPRESS_ABOVE: Final = 16 * 1024
 _FIRST_READ: Final = 256 * 1024  # one request for nearly all manifests, and little memory for any
+_MAKER: Final = 16  # digits of a manifest's id that say whose it is; the others are random
 _FRAME: Final = b"\x28\xb5\x2f\xfd"
 _MAX_STORED: Final = MAX_MANIFEST_BYTES
 
@@ -33,8 +34,10 @@ class Manifests:
         self._root = root
         self._cache: LRUCache[str, tuple[Manifest, int]] = LRUCache(max(cached, 1), getsizeof=lambda entry: entry[1])
 
-    async def put(self, tenant: str, family: str, epoch: int, manifest: Manifest) -> str:
+    async def put(self, tenant: str, family: str, epoch: int, manifest: Manifest, write: str = "") -> str:
         """Store a manifest under a new name of generation `epoch` (R1), and return the name.
+
+        Where a write id is given, the name tells which commit made it (R8; see `made_by`).
 
         Raises:
             Invalid: It could not be read again: too many blocks or shards, or a block before the last one that is not full.
@@ -42,7 +45,8 @@ class Manifests:
         wrong = _wrong(manifest)
         if wrong:
             raise Invalid(f"this version cannot be stored: {wrong}")
-        name = manifest_name(epoch, self._root.ids.new())
+        fresh = self._root.ids.new()
+        name = manifest_name(epoch, write[:_MAKER] + fresh[_MAKER:] if write else fresh)
         key = self._root.keys.manifest(tenant, family, name)
         await self._root.put(
             key, pack(manifest, key), CREATE
@@ -87,6 +91,11 @@ class Manifests:
         weight = 400 + 250 * len(manifest.blocks) * (1 + len(manifest.shards))
         if weight <= self._cache.maxsize:
             self._cache[key] = (manifest, weight)
+
+
+def made_by(name: str, write: str) -> bool:
+    """Whether a manifest of that name was made by the commit with that write id."""
+    return bool(write) and name.partition("-")[2].startswith(write[:_MAKER])
 
 
 def pack(manifest: Manifest, key: str) -> bytes:

@@ -20,7 +20,8 @@ from kvstore.repo.epochs import Epochs
 from kvstore.repo.families import Addition, Families
 from kvstore.repo.families import Edit as Swap
 from kvstore.repo.finding import Finder, Found
-from kvstore.repo.heads import renewed
+from kvstore.repo.heads import renewed, versions_of
+from kvstore.repo.manifests import made_by
 
 _TRIES: Final = 8
 _LANE_DIGITS: Final = 16
@@ -216,6 +217,8 @@ class Writer:
             return
         ours = scoped(found.branch_id, proposal.write_id)
         if ours and found.position is not None and ours in found.position.head.recent:
+            return
+        if any(made_by(version.manifest, ours) for version in versions_of(found.branch)):
             return
         raise Conflict(
             f"session {place.session!r} was deleted and made again; it is at version {found.branch.seq}",

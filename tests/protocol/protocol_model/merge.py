@@ -44,13 +44,18 @@ class At(enum.IntEnum):
 
 
 class Writer(Value, frozen=True):
-    """A node's commits. `unknown`: an answer was lost."""
+    """A node's commits. `unknown`: an answer was lost.
+
+    `again`: the node died, and the callers of its group ask again, one after the other; `repeats` are those still to come.
+    """
 
     known: tuple[Known, ...]
     group: tuple[Member, ...] = ()
     at: At = At.GATHERING
     unknown: bool = False
     operation: int = 0
+    again: bool = False
+    repeats: tuple[Member, ...] = ()
 
 
 class Flight(Value, frozen=True):
@@ -62,7 +67,10 @@ class Flight(Value, frozen=True):
 
 
 class Log(Value, frozen=True):
-    """Everything. A branch is the row of all its versions."""
+    """Everything. A branch is the row of all its versions.
+
+    Where nodes die, `makers` says of each version which member's commit its manifest is of, and `took` which took effect (ghost).
+    """
 
     branches: tuple[Versions, ...]
     writers: tuple[Writer, ...]
@@ -70,6 +78,8 @@ class Log(Value, frozen=True):
     refused: frozenset[int] = frozenset()
     flights: frozenset[Flight] = frozenset()
     broken: str = ""
+    makers: tuple[tuple[int, ...], ...] = ()
+    took: frozenset[int] = frozenset()
 
 
 class MergeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +93,7 @@ class MergeConfig(msgspec.Struct, frozen=True, kw_only=True):
         versions: A branch has at most this many versions.
         history: How many older versions a head names.
         rewinds: Owners rewind, too.
+        dies: A node whose group may have landed dies, and its callers ask again.
         operations: Commits (groups) per writer.
     """
 
@@ -95,6 +106,7 @@ class MergeConfig(msgspec.Struct, frozen=True, kw_only=True):
     versions: int = 5
     history: int = 2
     rewinds: bool = True
+    dies: bool = False
     operations: int = 2
     rules: Rules = Rules()
 
@@ -116,7 +128,8 @@ class MergeMachine:
     def initial(self) -> Log:
         """Empty branches that every writer has seen."""
         c = self.config
-        return Log((((),),) * c.branches, (Writer((Known(),) * c.branches),) * len(c.shards))
+        makers = ((0,),) * c.branches if c.dies else ()
+        return Log((((),),) * c.branches, (Writer((Known(),) * c.branches),) * len(c.shards), makers=makers)
 
     def violation(self, s: Log) -> str:
         """What a step found wrong."""
@@ -146,6 +159,10 @@ class MergeMachine:
                 yield (who, "gathers a commit", member), _to(s, i, group=(*me.group, member))
         if me.group:
             yield from self._read_head(s, i)
+        if self.config.dies and me.unknown and len(me.group) > 1:
+            first, *others = me.group
+            repeated = _to(s, i, group=(first,), repeats=tuple(others), again=True, unknown=False)
+            yield (who, "dies, and each caller asks again", me.group), repeated
 
     def _commits(self, me: Writer, i: int) -> Iterator[Member]:
         """What the engine may come up with next: one token more, another last token, or one less."""
@@ -171,6 +188,10 @@ class MergeMachine:
                 s = self._acknowledged(s, i, member, member.version)
             yield (who, "finds its write id, acknowledges", _write_id(me, i)), _over(s, i)
             return
+        made = self._made(s, i) if me.again and self.rules.finds_a_members_version else 0
+        if made:
+            yield (who, "finds the version it made, acknowledges", made), _over(self._acknowledged(s, i, me.group[0], made), i)
+            return
         t, rest, fates = s, list[Member](), list[str]()
         for member in me.group:
             versions = s.branches[member.branch]
@@ -183,6 +204,13 @@ class MergeMachine:
             else:
                 rest.append(member)
         yield (who, f"GET head: {', '.join(fates)}", me.group), _to(t, i, at=At.READY, group=tuple(rest)) if rest else _over(t, i)
+
+    def _made(self, s: Log, i: int) -> int:
+        """The version, among those that the head names, that this member's commit made; 0: none."""
+        branch = s.writers[i].group[0].branch
+        makers, base = s.makers[branch], s.writers[i].known[branch].seq
+        named = range(max(base + 1, len(makers) - 1 - self.config.history), len(makers))
+        return next((seq for seq in named if makers[seq] == _write_id(s.writers[i], i)), 0)
 
     def _swap(self, s: Log, i: int) -> Steps:
         me, who = s.writers[i], f"w{i}"
@@ -214,16 +242,26 @@ class MergeMachine:
             broken = broken or judge(s.branches[branch], content, known.seq, known.content)
             if _member_id(flight.write_id, branch) in s.refused:
                 broken = "a commit took effect after it was answered with Conflict"
-        return replace(self._swapped(s, flight.contents), landed=s.landed | {flight.write_id}, broken=broken)
+            if _member_id(flight.write_id, branch) in s.took:
+                broken = "a commit took effect twice"
+        s = self._swapped(s, flight.contents, flight.write_id)
+        return replace(s, landed=s.landed | {flight.write_id}, broken=broken)
 
-    def _swapped(self, s: Log, contents: tuple[tuple[int, Content], ...]) -> Log:
-        """A conditional PUT of the head that succeeds: one new version for each branch; every other ETag is stale."""
-        branches = s.branches
+    def _swapped(self, s: Log, contents: tuple[tuple[int, Content], ...], write_id: int = 0) -> Log:
+        """A conditional PUT of the head that succeeds: one new version for each branch; every other ETag is stale.
+
+        A rewind goes on naming the manifest of the version before.
+        """
+        branches, makers, took = s.branches, s.makers, s.took
         for branch, content in contents:
             new = (*s.branches[branch], content)  # of two members for one branch the last wins: a swap makes one version
             branches = put(branches, branch, new)
+            if self.config.dies:
+                maker = _member_id(write_id, branch) if write_id else s.makers[branch][-1]
+                makers = put(makers, branch, (*s.makers[branch], maker))
+                took |= {maker} - {0}
         writers = tuple(replace(w, at=At.ASKING) if w.at == At.READY else w for w in s.writers)
-        return replace(s, branches=branches, writers=writers, flights=frozenset())
+        return replace(s, branches=branches, writers=writers, flights=frozenset(), makers=makers, took=took)
 
     def _acknowledged(self, s: Log, i: int, member: Member, version: int) -> Log:
         """The caller is told that `version` holds its commit. Is it so, and what will the caller build on?"""
@@ -240,11 +278,14 @@ class MergeMachine:
 
 
 def _write_id(me: Writer, i: int) -> int:
-    return 10 * (i + 1) + me.operation
+    """Of two digits; who asks again is alone, and its id that of the member it was."""
+    write_id = 10 * (i + 1) + me.operation
+    return _member_id(write_id, me.group[0].branch) if me.again else write_id
 
 
 def _member_id(write_id: int, branch: int) -> int:
-    return 10 * write_id + branch
+    """Of three digits."""
+    return write_id if write_id >= 100 else 10 * write_id + branch
 
 
 def _to(s: Log, i: int, **changes: object) -> Log:
@@ -253,6 +294,8 @@ def _to(s: Log, i: int, **changes: object) -> Log:
 
 def _over(s: Log, i: int) -> Log:
     me = s.writers[i]
+    if me.repeats:
+        return _to(s, i, group=me.repeats[:1], repeats=me.repeats[1:], at=At.ASKING, unknown=False)
     return replace(s, writers=put(s.writers, i, Writer(me.known, operation=me.operation + 1)))
 
 
@@ -263,7 +306,7 @@ def _knowing(s: Log, i: int, branch: int, known: Known) -> Log:
 def _refused(s: Log, i: int, member: Member) -> Log:
     """The caller is told Conflict, and takes what is stored for its new base."""
     write_id = _write_id(s.writers[i], i)
-    if write_id in s.landed:
+    if write_id in s.landed or _member_id(write_id, member.branch) in s.took:
         s = replace(s, broken="a commit that took effect was answered with Conflict")
     stored = s.branches[member.branch][-1]
     s = _knowing(s, i, member.branch, Known(len(s.branches[member.branch]) - 1, stored, tokens(stored)))

@@ -104,4 +104,11 @@ MUTANTS: dict[str, Mutant] = {
     "branch_twice": Mutant(
         "groups", "group", "two commits of one branch in a group", Rules(branch_once_in_group=False), "is not stored"
     ),
+    "nameless_member": Mutant(
+        "repeats",
+        "group",
+        "a manifest does not tell whose commit made it",
+        Rules(finds_a_members_version=False),
+        "answered with Conflict",
+    ),
 }

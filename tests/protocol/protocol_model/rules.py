@@ -63,3 +63,4 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     # a group
     group_is_frozen: bool = True
     branch_once_in_group: bool = True
+    finds_a_members_version: bool = True

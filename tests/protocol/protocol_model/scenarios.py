@@ -165,6 +165,25 @@ SCENARIOS: dict[str, Scenario] = {
             }
         ),
     ),
+    "repeats": Scenario(
+        MergeConfig(
+            about="as groups; nodes die, and each caller asks again",
+            branches=2,
+            charge=((0, 1), (1,)),
+            versions=4,
+            history=3,
+            dies=True,
+        ),
+        {"versions": 3, "operations": 1},
+        frozenset(
+            {
+                "dies, and each caller asks again",
+                "finds the version it made, acknowledges",
+                "delivers a late swap",
+                "swap: rewind",
+            }
+        ),
+    ),
 }
 
 WALK = Config(

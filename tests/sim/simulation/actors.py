@@ -108,8 +108,8 @@ class User:
             elif branches:
                 self.known[place] = Known(answer.version, op.tokens, branches[-1])
         elif op.durability != "bucket" and self.random.random() < 0.8:
-            follows = op.follows if op.branch else op.id
-            self.known[place] = Known(answer.version, op.tokens, op.branch, follows, op.lives[-1])
+            follows, life = (-1, None) if op.branch else (op.id, op.lives[-1])  # retries of the former may go anywhere
+            self.known[place] = Known(answer.version, op.tokens, op.branch, follows, life)
         else:
             self.known.pop(place, None)
 
