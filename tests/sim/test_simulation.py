@@ -14,6 +14,7 @@ from simulation.world import Setup, simulate
 RUN = Path(__file__).with_name("run.py")
 SEEDS = range(1, 25)
 BOUND = 25  # seeds within which each mutant has to be caught
+REAPING = 5  # a round of those in which dead heads are deleted
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -28,6 +29,7 @@ def test_much_happens_in_these_runs():
     counts = simulate(SEEDS[0], setup_of(SEEDS[0])).counts
     for what in ("acknowledged", "failed", "unknown", "crashes", "pauses", "stalls", "lost", "late", "collections", "deleted"):
         assert counts[what] > 0, what
+    assert simulate(REAPING, setup_of(REAPING)).counts["reaped"] > 0
 
 
 def test_the_same_seed_is_the_same_run():
@@ -47,9 +49,9 @@ def test_the_same_seed_is_the_same_run():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_broken_code_is_caught(name):
     with broken(name) as mutant:
-        rates = Rates.lossy() if mutant.lossy else Rates()
+        setup = setup_of(REAPING) if mutant.reaps else Setup(seconds=60.0, rates=Rates.lossy() if mutant.lossy else Rates())
         for seed in range(1, BOUND + 1):
-            violations = simulate(seed, Setup(seconds=60.0, rates=rates)).violations
+            violations = simulate(seed, setup).violations
             if violations:
                 assert violations[0].split(":")[0] in mutant.rules, violations
                 return

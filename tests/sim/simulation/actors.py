@@ -274,11 +274,12 @@ class Collector:
             if world.over:
                 return
             lot = self.random.random()
-            now, dry = lot < 0.4, lot > 0.95
+            dry = lot > 0.95
             if lot > 0.9 and not dry:
                 await self._check()
                 continue
-            answer = await self.node.ask(lambda node, now=now, dry=dry: self._collect(node, api.Collect(now=now, dry_run=dry)))
+            request = api.Collect(now=lot < 0.4, dry_run=dry, reap=world.setup.reap > 0)
+            answer = await self.node.ask(lambda node, request=request: self._collect(node, request))
             if isinstance(answer, KVTierError):
                 world.note(f"collection ended: {answer.kind}: {answer.message}")
                 if not isinstance(answer, Unavailable):
@@ -288,6 +289,7 @@ class Collector:
                 world.count("deleted", answer.blocks_deleted + answer.manifests_deleted)
                 world.count("expired", answer.expired)
                 world.count("evicted", answer.evicted)
+                world.count("reaped", answer.reaped)
 
     async def _collect(self, node, request):
         """One collector for each life of the node: what it remembers of idle heads is put to use. The skew guard is off."""

@@ -19,10 +19,19 @@ class Mutant:
     rules: tuple  # the violations it shows itself by
     patches: list
     lossy: bool = False  # answers have to be lost for it to matter
+    reaps: bool = False  # dead heads have to be deleted for it to matter
 
 
 def _patch(target, name, value):
     return lambda: mock.patch.object(target, name, value)
+
+
+_reaper = collector.Reaper
+
+
+def _hasty(root, now, dry_run):
+    """R11: a head is deleted as soon as it is dead."""
+    return _reaper(root, now + 1e6, dry_run)
 
 
 _swap = Heads.swap
@@ -126,6 +135,9 @@ MUTANTS = {
     ),
     "blind_expire": Mutant(
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]
+    ),
+    "reap_early": Mutant(
+        "a head is deleted as soon as it is dead", ("I6", "R8"), [_patch(collector, "Reaper", _hasty)], reaps=True
     ),
 }
 

@@ -7,9 +7,9 @@ SECONDS = 60.0
 
 
 def setup_of(number):
-    """Rounds differ: as it comes, large, under a limit of bytes, crowded and without older versions, with most answers lost."""
+    """As it comes, large, under a limit of bytes, crowded and without older versions, most answers lost, dead heads deleted."""
     setup = Setup(seconds=SECONDS)
-    match number % 5:
+    match number % 6:
         case 1:
             setup.nodes, setup.users, setup.collectors, setup.history = 5, 16, 3, 1
         case 2:
@@ -18,4 +18,7 @@ def setup_of(number):
             setup.think, setup.rest, setup.history = 0.3, 1.5, 0
         case 4:
             setup.think, setup.rates = 0.5, Rates.lossy()
+        case 5:
+            setup.longest, setup.reap, setup.rest = 15.0, 16.0, 1.0
+            setup.rates.twice = 0.2
     return setup

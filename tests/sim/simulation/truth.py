@@ -106,7 +106,8 @@ class Truth:
             if self._uses[key] > 0:
                 head = next(head for head, named in self._named.items() if key in named)
                 self.wrong("I1", f"{life} deleted {key}, which {head} names")
-            if key in self.heads or key in self.names or key == self._keys.epoch:
+            dead = key in self.heads and self.heads[key].dead  # and stays so: whatever is written to it from now on is wrong
+            if not dead and (key in self.heads or key in self.names or key == self._keys.epoch):
                 self.wrong("I6", f"{life} deleted {key}")
 
     def _fresh(self, key, body):

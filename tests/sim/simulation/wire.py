@@ -30,12 +30,13 @@ class Rates:
     late: float = 0.006  # given up by the node, carried out long after
     busy: float = 0.004
     resent: float = 0.010  # a conditional PUT that lands, and is answered 412 because something sent it twice
+    twice: float = 0.006  # a conditional PUT that lands and is answered, and arrives once more long after
     pause: float = 0.004  # the whole node stands still
     crash: float = 0.004  # before it is sent, or once it is carried out
 
     @classmethod
     def none(cls):
-        return cls(*([0.0] * 9))
+        return cls(*([0.0] * 10))
 
     @classmethod
     def lossy(cls):
@@ -144,6 +145,10 @@ async def _carried(world, life, number, fate, call, answer):
         world.count("lost")
         result = REFUSED
     await _answer(world, life, number, answer, result)
+    if fate.kind == "twice":
+        world.count("twice")
+        await asyncio.sleep(fate.long)
+        world.end(number, "again " + _word(await call()))
 
 
 async def _answer(world, life, number, answer, result):
@@ -183,17 +188,17 @@ class Fate:
     first: bool
 
 
-def draw(random, rates, conditional):
+def draw(random, rates, conditional, longest):
     """What becomes of a request. The same number of draws for each, so that one request's fate never depends on another's."""
     there, back, long = (random.random() for _ in range(3))
     first, lot = random.random() < 0.5, random.random()
     kind = ""
     for name, rate in vars(rates).items():
         if lot < rate:
-            kind = name if name != "resent" or conditional else ""
+            kind = name if name not in {"resent", "twice"} or conditional else ""
             break
         lot -= rate
-    return Fate(kind, _spread(there, 0.001, 0.2), _spread(back, 0.001, 0.05), _spread(long, 1.0, LONGEST), first)
+    return Fate(kind, _spread(there, 0.001, 0.2), _spread(back, 0.001, 0.05), _spread(long, 1.0, longest), first)
 
 
 def _spread(share, low, high):

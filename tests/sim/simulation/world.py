@@ -7,11 +7,12 @@ import logging
 import random as randomness  # noqa: TID251  seeded below
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from unittest import mock
 
 from kvstore.clock import SeededIds
 from kvstore.errors import KVTierError
 from kvstore.keys import Keys
-from kvstore.lifecycle import collector
+from kvstore.lifecycle import collector, reaping
 from kvstore.objects import Crash, Create, MemoryStore, Update
 from kvstore.repo.fsck import fsck
 from kvstore.repo.testing import opened
@@ -21,7 +22,7 @@ from simulation.history import History
 from simulation.library import Library
 from simulation.node import Node
 from simulation.truth import Truth
-from simulation.wire import Life, Rates, StoreClock, Wire, digest, draw, task_of_its_life
+from simulation.wire import LONGEST, Life, Rates, StoreClock, Wire, digest, draw, task_of_its_life
 
 TAIL = 400
 
@@ -38,6 +39,8 @@ class Setup:
     rest: float = 4.0  # mean seconds between collections
     history: int = 3
     max_bytes: int = 0  # of live blocks; the least useful sessions go
+    longest: float = LONGEST
+    reap: float = 0.0  # seconds that a dead head rests before it is deleted, more than `longest`; 0: it never is
     rates: Rates = field(default_factory=Rates)
 
 
@@ -162,7 +165,8 @@ class World:
     # --- the network ---
 
     def fate(self, mode):
-        return draw(self.random, self.setup.rates if self.faulty else Rates.none(), isinstance(mode, Create | Update))
+        rates = self.setup.rates if self.faulty else Rates.none()
+        return draw(self.random, rates, isinstance(mode, Create | Update), self.setup.longest)
 
     def carry(self, request):
         task = asyncio.create_task(request, context=contextvars.Context())  # the network's own
@@ -209,4 +213,6 @@ class World:
 def simulate(seed, setup=None):
     """One run. The same seed gives the same run, to the last request."""
     logging.getLogger("kvstore").setLevel(logging.CRITICAL)
-    return loop.run(World(seed, setup or Setup()).run())
+    setup = setup or Setup()
+    with mock.patch.object(reaping, "REAP_S", setup.reap or reaping.REAP_S):
+        return loop.run(World(seed, setup).run())
