@@ -134,7 +134,7 @@ def _manifest(family: int) -> Manifest:
 
 async def check_synthetic(keys: int) -> None:
     """`kvtier fsck` of it, in this process; prints how much memory it took at most."""
-    async with opened(Synthetic(keys), SystemClock(), RandomIds(), cached_manifests=1) as repo:
+    async with opened(Synthetic(keys), SystemClock(), RandomIds(), cached_sessions=256, cached_manifests=1) as repo:
         started = time.perf_counter()
         found = await fsck(repo)
     sessions = keys // SESSION

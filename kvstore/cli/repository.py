@@ -17,7 +17,7 @@ from kvstore.objects.opening import open_store
 from kvstore.repo import Repo, RepoSettings
 from tiering import Movers
 
-_SETTINGS: Final = RepoSettings(init=False, cached_manifests=4 << 20)  # a tool reads each of them once or twice
+_SETTINGS: Final = RepoSettings(init=False, cached_sessions=256, cached_manifests=4 << 20)  # each is read once or twice
 
 
 @asynccontextmanager

@@ -82,7 +82,7 @@ class Check:
         report: What was found.
         sound: For each manifest key that is damaged, how many leading blocks are sound; -1 where it is absent or unreadable.
         bad: Named copies that are missing or corrupt, once for every manifest that names them.
-        heads: By key, as they were read.
+        heads: By key, as they were read, without `recent`.
         nameless: (head key, branch id) of branches without name and TTL, older than the grace.
     """
 
@@ -136,7 +136,7 @@ class Check:
             self.find("head_unreadable", key, error.message)
             return
         if position is not None:
-            self.heads[key] = position.head
+            self.heads[key] = msgspec.structs.replace(position.head, recent=())  # most of its bytes
             self.report.heads += 1
             self.report.dead_heads += position.head.dead
             self.report.branches += len(position.head.branches)
