@@ -49,7 +49,8 @@ def test_the_same_seed_is_the_same_run():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_broken_code_is_caught(name):
     with broken(name) as mutant:
-        setup = setup_of(REAPING) if mutant.reaps else Setup(seconds=60.0, rates=Rates.lossy() if mutant.lossy else Rates())
+        usual = Setup(seconds=60.0, rates=Rates.lossy() if mutant.lossy else Rates())
+        setup = setup_of(mutant.round) if mutant.round else usual
         for seed in range(1, BOUND + 1):
             violations = simulate(seed, setup).violations
             if violations:

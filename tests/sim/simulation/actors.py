@@ -129,7 +129,11 @@ class User:
         as_ = self.random.choice(SESSIONS)
         if as_ != session:
             await self._do(
-                kind, tenant, as_, lambda node: node.repo.sessions.fork(tenant, session, namespace, "main", as_, detach=detach)
+                kind,
+                tenant,
+                as_,
+                lambda node: node.repo.sessions.fork(tenant, session, namespace, "main", as_, detach=detach),
+                source=self.world.keys.name(tenant, session, namespace, "main"),
             )
 
     async def rewind(self, tenant, session):
@@ -137,7 +141,11 @@ class User:
         version = self.random.choice((None, 0, 1, 2, 3))
         to = self.random.randint(0, len(tokens)) if version is None else None
         await self._do(
-            "rewind", tenant, session, lambda node: self._of(node, "rewind", tenant, session, version=version, tokens=to)
+            "rewind",
+            tenant,
+            session,
+            lambda node: self._of(node, "rewind", tenant, session, version=version, tokens=to),
+            versioned=version is not None,
         )
 
     async def touch(self, tenant, session):
@@ -216,8 +224,8 @@ class User:
     def _of(self, node, call, tenant, session, **arguments):
         return getattr(node.repo.sessions, call)(tenant, session, self.world.library.namespaces[tenant].id, "main", **arguments)
 
-    async def _do(self, kind, tenant, session, call):
-        op = self.world.history.begin(kind, tenant, session)
+    async def _do(self, kind, tenant, session, call, **fields):
+        op = self.world.history.begin(kind, tenant, session, **fields)
 
         async def work(node):
             op.lives.append(node.life)
@@ -297,6 +305,8 @@ class Collector:
             self._life = node.life
             settings = collector.CollectSettings(max_skew_s=None, max_bytes=self.world.setup.max_bytes)
             self._collector = collector.Collector(node.repo, settings)
+        if not request.dry_run:
+            self.world.truth.collecting(node.life)
         return await self._collector.run(request)
 
     async def _check(self):

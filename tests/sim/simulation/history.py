@@ -24,6 +24,8 @@ class Op:
     tokens: tuple = ()
     branch: str = ""  # the branch that `base` is a version of
     follows: int = -1  # where it does not know: the operation that was promised that version
+    source: str = ""  # key of the name of the session that is forked
+    versioned: bool = False  # it names a version, which may be what is gone
     durability: str = "bucket"
     lives: list = field(default_factory=list)  # the lives of nodes that worked on it
     tries: int = 0
@@ -70,7 +72,8 @@ class History:
                 return answer.kind in {"outcome_unknown", "timeout"}
             case Conflict() if op.kind == "commit" and op.tries > 1:
                 # An earlier try may be under way: it makes a session once the name is free, or goes on in the one it knows.
-                return op.base == 0 or REMADE in answer.message
+                # On the same life of a node the tries are one.
+                return (op.base == 0 and len(set(op.lives)) > 1) or REMADE in answer.message
         return False
 
     def deleting(self, life, branch, now):
@@ -98,7 +101,9 @@ class History:
             case Gone() if op.kind == "commit" and op.branch:
                 true = truth.branches[op.branch].gone <= op.end
             case NotFound() | Gone():
-                true = free or op.kind in {"rewind", "fork", "detach"}  # the version may be what is gone
+                source = op.key if op.source == "" else op.source
+                gone = truth.meant(source, op.start, op.end)[1]
+                true = gone or (op.kind == "rewind" and op.versioned) or (op.kind == "detach" and isinstance(error, NotFound))
             case AlreadyExists():
                 true = bool(found)
             case Unavailable() | Overloaded() | TooManyBranches():
@@ -188,7 +193,7 @@ class History:
     def _forgotten(self, op, effects):
         """Whether no node can know of the earlier effects: those sessions are gone, and their name has meant another one since."""
         for earlier, later in pairwise(effects):
-            meant = [name.branch for when, name in self._world.truth.names[op.key] if earlier.when < when < later.when]
+            meant = [name.branch for when, name in self._world.truth.names[op.key] if when < later.when]
             if self._world.truth.branches[earlier.branch].gone > later.when or meant[-1:] == [earlier.branch]:
                 return False
         return True

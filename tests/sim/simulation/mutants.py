@@ -19,7 +19,7 @@ class Mutant:
     rules: tuple  # the violations it shows itself by
     patches: list
     lossy: bool = False  # answers have to be lost for it to matter
-    reaps: bool = False  # dead heads have to be deleted for it to matter
+    round: int = 0  # its conditions have to hold for it to matter
 
 
 def _patch(target, name, value):
@@ -32,6 +32,14 @@ _reaper = collector.Reaper
 def _hasty(root, now, dry_run):
     """R11: a head is deleted as soon as it is dead."""
     return _reaper(root, now + 1e6, dry_run)
+
+
+_evict = collector._Collection._evict
+
+
+async def _half_the_limit(self, live):
+    """A bucket that is half full counts as full."""
+    return await _evict(self, 2 * live)
 
 
 _swap = Heads.swap
@@ -136,8 +144,9 @@ MUTANTS = {
     "blind_expire": Mutant(
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]
     ),
-    "reap_early": Mutant(
-        "a head is deleted as soon as it is dead", ("I6", "R8"), [_patch(collector, "Reaper", _hasty)], reaps=True
+    "reap_early": Mutant("a head is deleted as soon as it is dead", ("I6", "R8"), [_patch(collector, "Reaper", _hasty)], round=5),
+    "evict_early": Mutant(
+        "sessions go before the bucket is full", ("I5",), [_patch(collector._Collection, "_evict", _half_the_limit)], round=2
     ),
 }
 

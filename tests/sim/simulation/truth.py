@@ -40,6 +40,7 @@ class BranchLife:
     id: str
     head: str
     born: float
+    maker: object  # the life of a node
     versions: dict = field(default_factory=dict)  # seq -> Content
     timeline: list = field(default_factory=list)  # (when, seq), the last one is current
     gone: float = float("inf")
@@ -83,6 +84,8 @@ class Truth:
         self._manifests = {}
         self._introduced = set()
         self._bodies = {}  # register key -> digests seen
+        self._bytes = self._named_bytes = 0  # of blocks that are named, and of all that ever came to be
+        self._collections = {}  # life -> bytes named when one of its collections began, less all that ever came to be by then
 
     # --- as they take effect ---
 
@@ -144,9 +147,9 @@ class Truth:
             truth.why = "expired"
         elif self._world.history.deleting(life, truth, now):
             truth.why = "deleted"
-        elif self._world.setup.max_bytes and not branch.pinned:
+        elif not branch.pinned and self._over_the_limit(life):
             truth.why = "evicted"
-        elif not truth.names:
+        elif not truth.names and life is truth.maker:
             truth.why = "never named"
         else:
             self.wrong(
@@ -157,7 +160,7 @@ class Truth:
     def _changed(self, life, key, name, before, branch, known, now):
         truth = self.branches.get(name)
         if truth is None:
-            truth = self.branches[name] = BranchLife(name, key, now)
+            truth = self.branches[name] = BranchLife(name, key, now, life)
         elif before is None:
             self.wrong("R7", f"branch {name[:8]} of {key} came back")
             truth.gone = float("inf")
@@ -234,11 +237,26 @@ class Truth:
         past = self._named.get(key, {})
         for each in past.keys() - named.keys():
             self._uses[each] -= 1
+            if self._uses[each] == 0 and self._keys.parse_block(each):
+                self._bytes -= past[each]
         for each in named.keys() - past.keys():
             self._uses[each] += 1
+            if self._uses[each] == 1 and self._keys.parse_block(each):
+                self._bytes += named[each]
+                self._named_bytes += named[each]
             if each not in objects or objects[each][1].size != named[each]:
                 self.wrong("I1", f"{key} names {each}, which is absent or has another size")
         self._named[key] = named
+
+    def collecting(self, life):
+        """This life of a node begins a collection. What is named by now, and what comes to be, is all that it can count."""
+        began = self._bytes - self._named_bytes
+        self._collections[life] = max(began, self._collections.get(life, began))
+
+    def _over_the_limit(self, life):
+        """Whether a collection of this life may have found the bucket over its limit."""
+        limit, began = self._world.setup.max_bytes, self._collections.get(life)
+        return limit > 0 and began is not None and began + self._named_bytes > limit
 
     # --- names ---
 
