@@ -85,3 +85,40 @@ async def test_i2_i3_a_cut_answer_is_neither_a_false_conflict_nor_a_false_succes
     assert report.clean
     done = await collect(watcher, now=True)
     assert (done.failed, (await fsck(watcher)).garbage_blocks) == (0, 0)
+
+
+@pytest.mark.seaweed
+async def test_i7_a_bit_that_flips_between_the_store_and_a_node_is_read_again_and_never_written_back(racers, watcher):
+    """Plain HTTP: of the answers about a register or manifest every other one is damaged."""
+    (node, *_), proxy = racers
+    lot, shelf, flipped = random.Random(21), Shelf(), set()
+
+    def alters(method, path, body):
+        watched = any(f"/{folder}" in path for folder in ("heads/", "names/", "manifests/", "epoch"))
+        if method != "GET" or not watched or "list-type" in path or not body or path in flipped:
+            flipped.discard(path)
+            return body
+        flipped.add(path)
+        at = lot.randrange(len(body))
+        return body[:at] + bytes([body[at] ^ 1 << lot.randrange(8)]) + body[at + 1 :]
+
+    await commit(watcher, shelf, "s", range(16), 0, NS)
+    proxy.alters = alters
+    version = 1
+    for turn in range(ROUNDS):
+        await collect(watcher)  # seals, so that the node must read the head again
+        match turn % 4:
+            case 0:
+                version = (await commit(node, shelf, "s", range(20 + turn), version, NS)).version
+            case 1:
+                await node.sessions.touch("default", "s", ttl=1000 + turn)
+            case 2:
+                await node.sessions.fork("default", "s", NS.id, "main", f"f{turn}")
+            case 3:
+                version = (await node.sessions.rewind("default", "s", tokens=12)).version
+        assert (await watcher.sessions.get("default", "s")).version == version
+    await collect(node, now=True)
+    assert node.root.corrupt_reads["heads"] >= 1
+    assert sum(node.root.corrupt_reads.values()) >= ROUNDS / 2
+    assert watcher.root.corrupt_reads == {}
+    assert (await fsck(watcher, deep=True)).findings == []
