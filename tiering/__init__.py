@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tiering.budget import Budget
 from tiering.dram import DramSlot, DramTier
+from tiering.fetching import Reach
 from tiering.flight import Flights
 from tiering.movers import Movers, settled
 from tiering.policy import Lru, Policy
-from tiering.stack import Reach, Stack, StackSettings
+from tiering.stack import Stack, StackSettings
 from tiering.stats import LATENCY_BOUNDS, Histogram, TierStats
 from tiering.tier import (
     JournalFull,

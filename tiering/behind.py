@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from tiering.budget import Budget
 from tiering.stats import TierStats
@@ -14,7 +14,7 @@ from tiering.tier import Lease, Want
 _log = logging.getLogger("tiering.behind")
 _MOST_VALUES = 65_536  # a bound on bookkeeping, should values be tiny
 
-Write = Callable[[Want, Lease], Awaitable[bool]]
+Write = Callable[[Sequence[tuple[Want, Lease]]], Awaitable[None]]
 
 
 class WriteBehind:
@@ -24,24 +24,29 @@ class WriteBehind:
 
     Args:
         name: The target's.
-        write: Keeps one value. False or an exception: it was not kept.
+        write: Keeps some values, or not. An exception: they were not kept.
         ready: Whether writing has a chance now.
         limit: Bytes of values that may be queued or being written.
-        writers: How many are written at once.
+        writers: How many calls of `write` at once.
+        batch: How many values in one.
         stats: Of the target; `drops` counts what did not fit.
 
     Attributes:
         overflows: How often the queue was full.
     """
 
-    def __init__(self, name: str, write: Write, ready: Callable[[], bool], *, limit: int, writers: int, stats: TierStats) -> None:
+    def __init__(
+        self, name: str, write: Write, ready: Callable[[], bool], *, limit: int, writers: int, batch: int, stats: TierStats
+    ) -> None:
         self.name = name
         self._write, self._ready = write, ready
         self._budget = Budget(limit)
-        self._writers = asyncio.Semaphore(writers)
+        self._most, self._batch = writers, batch
         self._stats = stats
         self.overflows = 0
-        self._queued: dict[bytes, asyncio.Task[None]] = {}
+        self._queued: dict[bytes, asyncio.Future[None]] = {}  # also those that are being written
+        self._waiting: deque[tuple[Want, Lease]] = deque()
+        self._writers: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -64,41 +69,53 @@ class WriteBehind:
             self.overflows += not hopeless
             lease.release()
             return False
-        task = self._queued[want.key] = asyncio.create_task(self._run(want, lease))
-        task.add_done_callback(lambda _: self._over(want, lease))
+        self._queued[want.key] = asyncio.get_running_loop().create_future()
+        self._waiting.append((want, lease))
+        if len(self._writers) < self._most:
+            self._writers.add(asyncio.create_task(self._run()))
         return True
 
     async def wait(self, keys: Iterable[bytes]) -> None:
         """Until none of these keys is queued any more, written or not."""
-        tasks = [self._queued[key] for key in keys if key in self._queued]
-        if tasks:
-            await asyncio.wait(tasks)
+        over = [self._queued[key] for key in keys if key in self._queued]
+        if over:
+            await asyncio.wait(over)
 
     async def aclose(self, seconds: float) -> None:
         """Accept nothing more, write what was accepted for up to `seconds`, and drop the rest."""
         self._closed = True
-        tasks = list(self._queued.values())
-        if not tasks:
+        if not self._queued:
             return
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        if late:
-            _log.warning("%s: %d values were not written within %g s of closing", self.name, len(late), seconds)
-            self._stats.drops += len(late)
-            for task in late:
-                task.cancel()
+        await asyncio.wait(list(self._queued.values()), timeout=seconds)
+        if self._queued:
+            _log.warning("%s: %d values were not written within %g s of closing", self.name, len(self._queued), seconds)
+            self._stats.drops += len(self._queued)
+            late = list(self._writers)
+            for writer in late:
+                writer.cancel()
             await asyncio.wait(late)
+            self._over(self._waiting)
+            self._waiting.clear()
 
-    async def _run(self, want: Want, lease: Lease) -> None:
-        async with self._writers:
-            with contextlib.suppress(asyncio.CancelledError):
+    async def _run(self) -> None:
+        """Until nothing is waiting. A cancellation ends it with what it has at hand."""
+        try:
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
                 try:
-                    await self._write(want, lease)
-                except Exception as error:  # noqa: BLE001  a target is foreign code: whatever it raises, the value was not kept
+                    await self._write(batch)
+                except Exception as error:  # noqa: BLE001  a target is foreign code: whatever it raises, the values were not kept
                     self._stats.failed(error)
                     _log.warning("%s: a value was not written: %r", self.name, error)
+                finally:
+                    self._over(batch)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._writers.discard(asyncio.current_task())  # at once: whoever puts next must see that nobody is at work
 
-    def _over(self, want: Want, lease: Lease) -> None:
-        """Also for a task that was cancelled before it began."""
-        del self._queued[want.key]
-        self._budget.cancel(want.size)
-        lease.release()
+    def _over(self, batch: Iterable[tuple[Want, Lease]]) -> None:
+        for want, lease in batch:
+            self._queued.pop(want.key).set_result(None)
+            self._budget.cancel(want.size)
+            lease.release()

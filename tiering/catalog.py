@@ -129,11 +129,15 @@ class Catalog:
 
     # Values that come
 
-    def reserve(self, want: Want) -> bool:
-        """Set payload bytes aside, evicting where needed; False where pinned values leave no room or the policy refuses."""
+    def admits(self, want: Want) -> bool:
+        """Whether the policy finds a value worth its place, and the wear of writing it. Asked once for each that comes."""
         with self._lock:
-            fits = want.size <= self.budget.limit - self._pinned - self.budget.reserved
-            if not fits or not self._policy.admit(want.key, want.size):
+            return self._policy.admit(want.key, want.size)
+
+    def reserve(self, want: Want) -> bool:
+        """Set payload bytes aside, evicting where needed; False where pinned values leave no room."""
+        with self._lock:
+            if want.size > self.budget.limit - self._pinned - self.budget.reserved:
                 return False
             while not self.budget.reserve(want.size):
                 if not self._evict_one():

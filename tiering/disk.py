@@ -10,28 +10,30 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
-
-import xxhash
 
 from tiering.catalog import Catalog, Entry
 from tiering.extents import rounded, with_slack
 from tiering.index import JOURNAL, META, SLOTS, Change, Index
 from tiering.journal import Journal
+from tiering.lanes import Lanes, Post
 from tiering.movers import Movers, settled
 from tiering.policy import Lru, Policy
-from tiering.recovery import record, recover, stopped
+from tiering.prewrite import Prewrite, was_prewritten
+from tiering.recovery import recover, stopped
 from tiering.slab import Placed, ShortRead, Slab, slot_length
 from tiering.space import Space
 from tiering.stats import TierStats
+from tiering.storing import Storing
 from tiering.tier import Lease, Miss, PathInUse, Want
 
 _log = logging.getLogger("tiering.disk")
-_PREWRITE_STEP = 4 << 20
-_PREWRITTEN = b"prewritten"  # size of the slab whose every page was written once
+
+READERS = 6  # four reads keep a device busy while others are digested
 
 
 class _Files(NamedTuple):
@@ -42,13 +44,26 @@ class _Files(NamedTuple):
     prewritten: bool
 
 
+class Read:
+    """A read that was asked for; see :class:`tiering.lanes.Job`. Its owner may withdraw it."""
+
+    __slots__ = ("asked", "at", "begun", "entry", "into", "joins", "nbytes", "outcome", "then")
+
+    def __init__(self, entry: Entry, into: memoryview, then: Callable[[Miss | None], None]) -> None:
+        self.entry, self.into, self.then = entry, into, then
+        self.at, self.nbytes = entry.placed.offset, slot_length(entry.placed.size)
+        self.joins, self.begun = True, False
+        self.outcome: bool | Exception = False  # whether the bytes are right, or what happened
+        self.asked = time.monotonic()
+
+
 class DiskTier:
     """A byte-limited map of values on one file system; see :class:`tiering.Tier`.
 
     A put is durable when it returns True. Every read is checked against the value's xxh3_128: bytes that changed on disk are a
     CORRUPT miss, and the value is dropped. The limit counts payload; headers, padding and the index lie outside it.
 
-    Coroutines belong to one event loop; the plain methods may be called from any thread.
+    All but `open`, `contains_many`, `hold`, `release`, `discard_many` and the properties belongs to one event loop.
 
     Attributes:
         name: Its name in leases, statistics and logs.
@@ -68,9 +83,18 @@ class DiskTier:
         used = [(placed.offset, placed.length) for placed in files.placed]
         space = Space(files.slab.size, used, written=files.prewritten)
         self._catalog = Catalog(limit, files.placed, space=space, policy=policy, unlist=self._unlist, stats=self.stats)
-        self._storing: dict[bytes, asyncio.Future[None]] = {}
-        self._writers = asyncio.Semaphore(max(1, movers.threads // 2))  # readers always find a thread
-        self._lent: asyncio.Event | None = None  # set when a piece of the slab that is being written in advance is back
+        self._prewrite = Prewrite(name, slab=self._slab, index=self._index, catalog=self._catalog, movers=movers)
+        self._post = Post(asyncio.get_running_loop())
+        self._storing = Storing(
+            name,
+            slab=self._slab,
+            index=self._index,
+            catalog=self._catalog,
+            prewrite=self._prewrite,
+            post=self._post,
+            stats=self.stats,
+        )
+        self._lanes: Lanes[Read] = Lanes(f"{name}-read", self._read, READERS)
         self._at_work = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -93,7 +117,9 @@ class DiskTier:
         with contextlib.ExitStack() as closing:
             files = await movers.run(_open_files, closing, path, limit)
             tier = cls(name, limit, movers, files, policy or Lru())
-            prewriting = asyncio.create_task(tier._prewrite())
+            for lanes in (tier._lanes, tier._storing.lanes):
+                closing.enter_context(lanes.running())
+            prewriting = asyncio.create_task(tier._prewrite.run())
             try:
                 yield tier
             finally:
@@ -142,42 +168,74 @@ class DiskTier:
         return list(await asyncio.gather(*map(self._get, wants)))
 
     async def read_into(self, want: Want, into: memoryview) -> Miss | None:
-        """Read a value straight into a page-aligned buffer of whole pages, such as `Slot.padded`.
+        """As `read`, and wait for it. After a cancellation too, `into` is the caller's again when this has ended."""
+        landed: asyncio.Future[Miss | None] = asyncio.get_running_loop().create_future()
+        read = self.read(want, into, landed.set_result)
+        if isinstance(read, Miss):
+            return read
+        try:
+            await asyncio.wait((landed,))
+        except asyncio.CancelledError:
+            if not self.withdraw(read):
+                await settled(landed)
+            raise
+        return landed.result()
+
+    def read(self, want: Want, into: memoryview, then: Callable[[Miss | None], None]) -> Read | Miss:
+        """Read a value straight into a page-aligned buffer of whole pages, such as `Slot.padded`. Reads start in the order asked.
+
+        Args:
+            want: The value.
+            into: Nobody else's until `then`, or a `withdraw` that succeeds.
+            then: Called on the loop, once. None: the first `want.size` bytes are the value. CORRUPT: it was dropped. UNAVAILABLE:
+                the disk failed.
 
         Returns:
-            None when the first `want.size` bytes are the value. ABSENT; CORRUPT: it was dropped; UNAVAILABLE: the disk failed.
+            Something to withdraw; or at once ABSENT, or UNAVAILABLE when the tier is closed, and `then` is never called.
         """
-        started = time.monotonic()
-        miss: Miss | None = Miss.UNAVAILABLE
-        if not self._closed:
-            entry = self._catalog.pin(want)
-            miss = Miss.ABSENT if entry is None else await self._read(entry, into)
-        if miss is None:
-            self.stats.hit(want.size)
-            self.stats.reads.observe(time.monotonic() - started)
-        else:
+        entry = None if self._closed else self._catalog.pin(want)
+        if entry is None:
+            miss = Miss.UNAVAILABLE if self._closed else Miss.ABSENT
             self.stats.miss(miss)
-        return miss
+            return miss
+        read = Read(entry, into, then)
+        self._enter()
+        self._lanes.submit(read)
+        return read
 
-    async def put_many(self, items: Sequence[tuple[Want, memoryview]]) -> list[bool]:
-        """Store each value; True when it is durable. False where there was no room or the disk refused.
+    def withdraw(self, read: Read) -> bool:
+        """Nobody wants it any more. False: it has begun, and `then` will be called; the buffer is in use until then."""
+        if not self._lanes.withdraw(read):
+            return False
+        self._catalog.unpin(read.entry)
+        self._leave()
+        return True
+
+    async def put_many(self, items: Sequence[tuple[Want, memoryview]], *, must: bool = False) -> list[bool]:
+        """Store each value; True when it is durable. False where there was no room, the policy declined, or the disk refused.
 
         Page-aligned views are written from where they are. A cancelled call ends when nothing uses the views any more.
+
+        Args:
+            items: Values and their bytes.
+            must: Somebody relies on it: the policy is not asked.
 
         Raises:
             TypeError: A view is not contiguous.
         """
-        results = await asyncio.gather(*(self._put(want, view) for want, view in items), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result is True for result in results]
+        if not all(view.c_contiguous for _, view in items):
+            raise TypeError("a value's view must be contiguous")
+        if self._closed:
+            return [False] * len(items)
+        self._enter()
+        try:
+            return await settled(asyncio.ensure_future(self._storing.put_many(items, must=must)))
+        finally:
+            self._leave()
 
     async def flush(self, keys: Sequence[bytes]) -> list[bool]:
         """Wait for puts of these keys that are under way; then, which of them are durable."""
-        storing = [self._storing[key] for key in keys if key in self._storing]
-        if storing:
-            await asyncio.wait(storing)
+        await self._storing.wait(keys)
         return self.contains_many(keys)
 
     async def aclose(self) -> None:
@@ -196,124 +254,57 @@ class DiskTier:
         miss = await self.read_into(want, padded)
         return miss or Lease(want.key, padded[: want.size], -1, padded.release, self.name)
 
-    async def _read(self, entry: Entry, into: memoryview) -> Miss | None:
+    def _read(self, run: Sequence[Read]) -> None:
+        """On a lane: neighbours together, and each alone where that does not tell which of them is wrong."""
         try:
-            with self._working():
-                right = await self._movers.run(self._slab.read, entry.placed, into)
-            if right:
-                return None
-            problem = "its digest is wrong"
-        except OSError as error:
-            if error.errno != errno.EIO:
-                self.stats.failed(error)
-                _log.warning("%s: reading failed: %s", self.name, error)
-                return Miss.UNAVAILABLE
+            together = len(run) > 1 and self._slab.read_run([(read.entry.placed, read.into) for read in run])
+        except Exception:  # noqa: BLE001  each alone tells what it is
+            together = False
+        for read in run:
+            try:
+                read.outcome = together or self._slab.read(read.entry.placed, read.into)
+            except Exception as error:  # noqa: BLE001  whatever it is, who waits must hear of it and the lane must go on
+                read.outcome = error
+            self._post.send(partial(self._landed, read))
+
+    def _landed(self, read: Read) -> None:
+        self._catalog.unpin(read.entry)
+        self._leave()
+        miss = self._judge(read)
+        if miss is None:
+            self.stats.hit(read.entry.placed.size)
+            self.stats.reads.observe(time.monotonic() - read.asked)
+        else:
+            self.stats.miss(miss)
+        read.then(miss)
+
+    def _judge(self, read: Read) -> Miss | None:
+        if read.outcome is True:
+            return None
+        problem, error = "its digest is wrong", read.outcome
+        if isinstance(error, Exception):
+            problem = str(error)
             if not isinstance(error, ShortRead):
                 self.stats.failed(error)
-            problem = str(error)
-        finally:
-            self._catalog.unpin(entry)
-        _log.warning("%s: dropped %s: %s", self.name, entry.placed.key.hex(), problem)
+            if not isinstance(error, OSError) or error.errno != errno.EIO:
+                _log.warning("%s: reading failed: %s", self.name, error)
+                return Miss.UNAVAILABLE
+        _log.warning("%s: dropped %s: %s", self.name, read.entry.placed.key.hex(), problem)
         self.stats.corruptions += 1
-        self._catalog.spoil(entry)
+        self._catalog.spoil(read.entry)
         return Miss.CORRUPT
-
-    async def _put(self, want: Want, view: memoryview) -> bool:
-        if not view.c_contiguous:
-            raise TypeError("a value's view must be contiguous")
-        if self._closed or want.size <= 0 or view.nbytes != want.size:
-            return False
-        with self._working():
-            return await settled(asyncio.ensure_future(self._store(want, view)))
-
-    async def _store(self, want: Want, view: memoryview) -> bool:
-        """Runs to its end whatever happens to the caller, so that room and index agree at every await."""
-        while want.key in self._storing:
-            await asyncio.wait((self._storing[want.key],))
-        if self._catalog.touch(want):
-            return True
-        done = self._storing[want.key] = asyncio.get_running_loop().create_future()
-        reserved = kept = False
-        try:
-            reserved = self._catalog.reserve(want)
-            kept = reserved and await self._write(want, view)
-        except OSError as error:
-            self.stats.failed(error)
-            _log.warning("%s: a value was not stored: %s", self.name, error)
-        finally:
-            if reserved and not kept:
-                self._catalog.cancel(want)
-            del self._storing[want.key]
-            done.set_result(None)
-        if kept:
-            self.stats.bytes_in += want.size
-        else:
-            self.stats.drops += 1
-        return kept
-
-    async def _write(self, want: Want, view: memoryview) -> bool:
-        """Write a value whose payload is reserved: its room, its bytes, its entry, each after the one before is done."""
-        offset = await self._place(want)
-        if offset is None:
-            return False
-        try:
-            async with self._writers:
-                placed = await self._movers.run(self._write_slot, want, offset, view)
-        except BaseException:
-            self._catalog.vacate(offset, slot_length(want.size))
-            raise
-        try:
-            await self._index.commit([record(placed)])
-        except BaseException:
-            self._catalog.withdraw(placed)  # the entry may have landed all the same
-            raise
-        self._catalog.enter(placed)
-        return True
-
-    async def _place(self, want: Want) -> int | None:
-        while (offset := self._catalog.place(slot_length(want.size))) is None:
-            if self._lent is not None:  # a piece that is written in advance comes back in a moment: nothing need go for it
-                await self._lent.wait()
-            elif self._catalog.make_way():
-                await self._index.commit([])  # room comes free when the index has caught up
-            else:
-                break
-        return offset
-
-    def _write_slot(self, want: Want, offset: int, view: memoryview) -> Placed:
-        placed = Placed(want.key, offset, want.size, self._catalog.next_seq(), xxhash.xxh3_128_digest(view))
-        self._slab.write(placed, view)
-        return placed
 
     def _unlist(self, placed: Placed, then: Callable[[], None]) -> None:
         self._index.submit([Change(SLOTS, placed.key, None)], then)
 
-    async def _prewrite(self) -> None:
-        try:
-            while (piece := self._catalog.borrow(_PREWRITE_STEP)) is not None:
-                written, back = False, asyncio.Event()
-                self._lent = back
-                try:
-                    await self._movers.run(self._slab.zero, *piece)
-                    written = True
-                finally:
-                    self._catalog.give_back(*piece, written=written)
-                    self._lent = None
-                    back.set()
-            await self._index.commit([Change(META, _PREWRITTEN, b"%d" % self._slab.size)])
-        except OSError as error:
-            _log.warning("%s: stopped writing the new slab in advance: %s", self.name, error)
-
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
+    def _enter(self) -> None:
         self._at_work += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._at_work -= 1
-            if not self._at_work:
-                self._idle.set()
+
+    def _leave(self) -> None:
+        self._at_work -= 1
+        if not self._at_work:
+            self._idle.set()
 
 
 def _open_files(closing: contextlib.ExitStack, path: Path, limit: int) -> _Files:
@@ -335,4 +326,4 @@ def _open_files(closing: contextlib.ExitStack, path: Path, limit: int) -> _Files
     placed, lost = recover(index, slab, limit)
     if lost:
         _log.warning("%s: %d values did not survive the last stop", path, lost)
-    return _Files(slab, index, placed, records, meta.get(_PREWRITTEN) == b"%d" % slab.size)
+    return _Files(slab, index, placed, records, was_prewritten(meta, slab.size))

@@ -51,11 +51,15 @@ class Index:
     Args:
         env: An LMDB environment without LMDB's own locking.
         barrier: Makes slot bytes durable; called on the index's thread.
+
+    Attributes:
+        bytes_written: What the file system was made to write for it since it was opened; 0 where the kernel does not say.
     """
 
     def __init__(self, env: Any, barrier: Callable[[], None]) -> None:
         self._env = env
         self._barrier = barrier
+        self.bytes_written = 0
         self._tables = {name: env.open_db(name.encode()) for name in TABLES}
         self._queue: SimpleQueue[_Ask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tiering-index", daemon=True)
@@ -136,6 +140,7 @@ class Index:
 
     def _run(self) -> None:
         be_nice()
+        before = _written_by_this_thread()
         again: list[_Ask] = []
         running = True
         while running:
@@ -151,6 +156,7 @@ class Index:
                         ask.done.set_exception(failure)
                 again = [ask for ask in group if ask.then is not None]
             else:
+                self.bytes_written = _written_by_this_thread() - before
                 for ask in group:
                     if ask.then is not None:
                         self._tell(ask.then)
@@ -193,6 +199,15 @@ class Index:
                     txn.delete(key, db=self._tables[table])
                 else:
                     txn.put(key, value, db=self._tables[table])
+
+
+def _written_by_this_thread() -> int:
+    """Bytes that the kernel has to write on this thread's behalf. LMDB does not tell what a commit takes."""
+    try:
+        lines = Path("/proc/thread-self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    except OSError:  # a kernel without task accounting
+        return 0
 
 
 def _damage(path: Path) -> str:

@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ from tiering.extents import PAGE, rounded
 
 _MAGIC = b"kvtslot1"
 _HEADER = struct.Struct("<8s32sQQ16s")  # magic, key, size, seq, xxh3_128 of the value; then xxh3_64 of all that
-_BOUNCE = 1 << 20
+_PIECE = 4 << 20  # what a value is moved and digested in: enough for the device's best rate
+_BOUNCE = 1 << 20  # each thread's; and a run of at most `lanes.MOST_JOINED` bytes finds its headers and ends there
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -97,34 +99,54 @@ class Slab:
             raise
         return cls(fd, size, direct=direct)
 
-    def write(self, placed: Placed, value: memoryview) -> None:
+    def write(self, placed: Placed, value: memoryview) -> Placed:
         """Write header and value. On return the kernel has them; `sync` makes them durable.
 
         A page-aligned value, such as one in an arena, is written from where it is; any other passes through a bounce buffer.
 
+        Args:
+            placed: Where; its digest is not looked at.
+            value: Its bytes.
+
+        Returns:
+            The same, with the digest of what was written.
+
         Raises:
             OSError: ENOSPC, EIO, EFBIG.
         """
-        scratch = self._scratch()
-        scratch[:PAGE] = placed.header()
         value = value.cast("B")
-        if not self.direct or np.frombuffer(value, np.uint8).ctypes.data % PAGE == 0:
-            whole = value.nbytes // PAGE * PAGE
-            parts = [scratch[:PAGE], value[:whole]]
-            if whole < value.nbytes:
-                tail = scratch[PAGE : 2 * PAGE]
-                tail[: value.nbytes - whole] = value[whole:]
-                tail[value.nbytes - whole :] = bytes(PAGE - (value.nbytes - whole))
-                parts.append(tail)
-            self._write_all([part for part in parts if part.nbytes], placed.offset)
-            return
-        self._write_all([scratch[:PAGE]], placed.offset)
-        for start in range(0, value.nbytes, _BOUNCE):
-            piece = value[start : start + _BOUNCE]
-            padded = rounded(piece.nbytes)
-            scratch[: piece.nbytes] = piece
-            scratch[piece.nbytes : padded] = bytes(padded - piece.nbytes)
-            self._write_all([scratch[:padded]], placed.offset + PAGE + start)
+        if value.nbytes <= _PIECE and self.takes(value):
+            return self.write_run([(placed, value)])[0]
+        digest, step = xxhash.xxh3_128(), _PIECE if self.takes(value) else _BOUNCE
+        for start in range(0, value.nbytes, step):  # piece by piece: the device is at work while this core digests
+            piece = value[start : start + step]
+            digest.update(piece)
+            self._write_all(self._whole_pages(piece, bounce=step == _BOUNCE), placed.offset + PAGE + start)
+        placed = msgspec.structs.replace(placed, digest=digest.digest())
+        header = self._scratch()[:PAGE]
+        header[:] = placed.header()
+        self._write_all([header], placed.offset)
+        return placed
+
+    def write_run(self, run: Sequence[tuple[Placed, memoryview]]) -> list[Placed]:
+        """Write slots that lie one behind the other, of values that it `takes`, in one request; as `write`.
+
+        Raises:
+            OSError: As `write`; what of it was written is not known.
+        """
+        parts: list[memoryview] = []
+        written = []
+        for at, (placed, value) in enumerate(run):
+            written.append(msgspec.structs.replace(placed, digest=xxhash.xxh3_128_digest(value)))
+            header = self._scratch()[2 * PAGE * at : 2 * PAGE * at + PAGE]
+            header[:] = written[-1].header()
+            parts += [header, *self._whole_pages(value.cast("B"), at)]
+        self._write_all(parts, run[0][0].offset)
+        return written
+
+    def takes(self, value: memoryview) -> bool:
+        """Whether a value can be written from where it is."""
+        return not self.direct or np.frombuffer(value, np.uint8).ctypes.data % PAGE == 0
 
     def read(self, placed: Placed, into: memoryview) -> bool:
         """Read a value, with the padding behind it, into a page-aligned buffer of whole pages. Returns whether its digest is right.
@@ -133,8 +155,27 @@ class Slab:
             ShortRead: The file was cut.
             OSError: EIO and its kin.
         """
-        self._read_all(into, placed.offset + PAGE)
-        return xxhash.xxh3_128_digest(into[: placed.size]) == placed.digest
+        digest = xxhash.xxh3_128()
+        for start in range(0, placed.size, _PIECE):
+            self._read_all(into[start : start + _PIECE], placed.offset + PAGE + start)
+            digest.update(into[start : min(start + _PIECE, placed.size)])
+        return digest.digest() == placed.digest
+
+    def read_run(self, run: Sequence[tuple[Placed, memoryview]]) -> bool:
+        """Read slots that lie one behind the other, in one request.
+
+        Returns:
+            False where not all of it came or not all is right: read them one by one.
+
+        Raises:
+            OSError: EIO and its kin.
+        """
+        header = self._scratch()[:PAGE]  # what lies between two values goes nowhere
+        parts = [part for _, into in run for part in (header, into)][1:]
+        got = os.preadv(self._fd, parts, run[0][0].offset + PAGE)
+        return got == sum(part.nbytes for part in parts) and all(
+            xxhash.xxh3_128_digest(into[: placed.size]) == placed.digest for placed, into in run
+        )
 
     def has_header(self, placed: Placed) -> bool:
         """Whether the slot's header is the one that was written for this value."""
@@ -167,6 +208,18 @@ class Slab:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._fd)
+
+    def _whole_pages(self, value: memoryview, at: int = 0, *, bounce: bool = False) -> list[memoryview]:
+        """What a value, the `at`-th of a run, is written from: its whole pages, and a page of this thread's for the rest."""
+        scratch = self._scratch()
+        whole = 0 if bounce else value.nbytes // PAGE * PAGE
+        rest = value.nbytes - whole
+        if not rest:
+            return [value]
+        tail = scratch[: rounded(rest)] if bounce else scratch[2 * PAGE * at + PAGE : 2 * PAGE * (at + 1)]
+        tail[:rest] = value[whole:]
+        tail[rest:] = bytes(tail.nbytes - rest)
+        return [value[:whole], tail] if whole else [tail]
 
     def _scratch(self) -> memoryview:
         view: memoryview | None = getattr(self._own, "view", None)

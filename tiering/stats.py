@@ -43,6 +43,9 @@ class TierStats(msgspec.Struct):
         bytes_out: Payload bytes served.
         evictions: Values that went to make room.
         drops: Values refused: no room, a full queue, or the writer failed.
+        declined: Values that the policy did not find worth keeping.
+        bytes_written: What the medium was made to write for them: slots with header and padding, and the index. Divided by
+            `bytes_in` it is the write amplification. The one pass that prepares a new slab is not in it. 0 where nobody counts.
         corruptions: Values whose bytes were not what they claim.
         errors: Operations that failed: I/O errors, origins that raised.
         last_error: What the last of them said.
@@ -55,6 +58,8 @@ class TierStats(msgspec.Struct):
     bytes_out: int = 0
     evictions: int = 0
     drops: int = 0
+    declined: int = 0
+    bytes_written: int = 0
     corruptions: int = 0
     errors: int = 0
     last_error: str = ""
@@ -65,7 +70,7 @@ class TierStats(msgspec.Struct):
         self.hits += 1
         self.bytes_out += nbytes
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """An operation failed."""
         self.errors += 1
         self.last_error = str(error) or repr(error)

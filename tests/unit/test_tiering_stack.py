@@ -478,9 +478,9 @@ async def test_flush_answers_at_its_deadline(rig, monkeypatch):
         gate = asyncio.Event()
         real = r.disk.put_many
 
-        async def slow(items):
+        async def slow(items, **how):
             await gate.wait()
-            return await real(items)
+            return await real(items, **how)
 
         monkeypatch.setattr(r.disk, "put_many", slow)
         r.publish(2).release()
