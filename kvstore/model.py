@@ -171,6 +171,7 @@ T = TypeVar("T", bound=Body)
 _OPENING: Final = b'{"digest":"'
 _BLANK: Final = _OPENING + b"0" * 64  # the digest always stands here, so that no JSON is read before it is verified
 _FIELDS: Final = len(_BLANK)
+_encoder: Final = msgspec.json.Encoder()
 _REMEDY: Final = "docs/operations.md (damaged registers) says how it comes back; `kvtier fsck` lists what else is damaged"
 
 
@@ -204,13 +205,22 @@ def parse(data: bytes | bytearray | memoryview, kind: type[T], key: str) -> T:
 
 def dump(value: Body, key: str) -> bytes:
     """A value as it is stored at `key`: JSON with the digest first, then fields in declaration order."""
-    return sealed(msgspec.json.encode(value), type(value), key)
+    body = bytearray(_FIELDS + 1)
+    _encoder.encode_into(value, body, _FIELDS + 1)  # its opening brace lands on the comma's place
+    return _sealed(body, type(value), key)
 
 
 def sealed(text: bytes, kind: type[Body], key: str) -> bytes:
     """The text of a JSON object that has no digest yet, as it is stored at `key`."""
-    rest = b'",' + text[1:]
-    return b"".join((_OPENING, _digest(rest, kind, key), rest))
+    return _sealed(bytearray(_FIELDS + 1) + text, kind, key)
+
+
+def _sealed(body: bytearray, kind: type[Body], key: str) -> bytes:
+    body[: _FIELDS + 2] = _BLANK + b'",'
+    found = blake3(body)
+    found.update(_place(kind, key))
+    body[len(_OPENING) : _FIELDS] = found.hexdigest().encode()
+    return bytes(body)
 
 
 def stored_bytes(value: Body) -> int:
@@ -222,5 +232,10 @@ def _digest(rest: bytes | memoryview, kind: type[Body], key: str) -> bytes:
     """Of a body with 64 zeros for its digest, `rest` being what follows them, and of its key under the root."""
     found = blake3(_BLANK)
     found.update(rest)
-    found.update("/".join(key.split("/")[-kind.SEGMENTS :]).encode())
+    found.update(_place(kind, key))
     return found.hexdigest().encode()
+
+
+def _place(kind: type[Body], key: str) -> bytes:
+    """The key under the root."""
+    return "/".join(key.split("/")[-kind.SEGMENTS :]).encode()
