@@ -87,8 +87,11 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
         misses: Blocks not found.
         bytes_in: Bytes taken.
         bytes_out: Bytes given.
+        bytes_written: Bytes that its medium had to write for `bytes_in`, index included: their quotient is the write amplification.
+            0 where nobody counts them.
         evictions: Blocks that made room.
         dropped: Blocks not taken, for want of room or time, or because the tier failed.
+        declined: Blocks not taken because they were not found worth their room, or the wear of writing them.
         corrupt: Blocks whose bytes were not what they claim.
         missed: Misses by reason.
         tokens: Tokens that readers got from it, of every tenant.
@@ -110,6 +113,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     queued_bytes: int = 0
     errors: int = 0
+    declined: int = 0
+    bytes_written: int = 0
     reads: Latency = Latency()
 
 

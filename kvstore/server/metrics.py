@@ -26,6 +26,7 @@ _TIER_COUNTS: Final = {
     "errors": "Operations that failed.",
     "evictions": "Blocks evicted.",
     "dropped": "Blocks not taken, for want of room or time.",
+    "declined": "Blocks not taken because they were not found worth it.",
     "corrupt": "Blocks whose bytes were not what they claim, quarantined.",
 }
 
@@ -122,6 +123,9 @@ def _tiers(tiers: Mapping[str, api.TierStats]) -> Iterator[Metric]:
         moved.add_metric([name, "in"], tier.bytes_in)
         moved.add_metric([name, "out"], tier.bytes_out)
     yield moved
+    about = "Bytes that its medium had to write; by those moved in it is the write amplification."
+    written = {name: tier.bytes_written for name, tier in tiers.items() if tier.bytes_written}
+    yield _counts("kvtier_tier_written_bytes", about, "tier", written)
     missed = CounterMetricFamily("kvtier_tier_misses", "Blocks not found, by reason.", labels=["tier", "reason"])
     seconds = HistogramMetricFamily("kvtier_tier_read_seconds", "Time to read a block from it.", labels=["tier"])
     for name, tier in tiers.items():
