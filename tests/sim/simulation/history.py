@@ -7,6 +7,7 @@ from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound,
 
 ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
 NO_BYTES = "bytes of this commit's first block"
+DECIDED = {"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"}  # what ends a promise
 REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user
 
 
@@ -32,6 +33,7 @@ class Op:
     end: float = float("inf")
     outcome: str = ""
     answer: object = None
+    decided: bool = False  # of a promise: it landed, or the protocol refused it
 
     def __str__(self):
         said = self.answer.kind if isinstance(self.answer, KVTierError) else ""
@@ -58,7 +60,7 @@ class History:
             op.outcome = UNKNOWN
         elif isinstance(answer, BaseException):
             op.outcome = NO
-            self._refused(op, answer)
+            self._refused(op, answer, op.end)
         else:
             op.outcome = ACK
             self._acknowledged(op, answer)
@@ -85,24 +87,24 @@ class History:
 
     # --- at once ---
 
-    def _refused(self, op, error):
+    def _refused(self, op, error, end):
         truth = self._world.truth
-        found, free = truth.meant(op.key, op.start, op.end)
+        found, free = truth.meant(op.key, op.start, end)
         match error:
             case Conflict() if "on this node" in error.message:
                 true = True  # it was promised a version that is still on its way
             case Conflict():
-                seqs = {seq for branch in found for seq in branch.current(op.start, op.end)}
+                seqs = {seq for branch in found for seq in branch.current(op.start, end)}
                 true = bool(seqs - {op.base}) or free or len(found) > 1 or (op.base > 0 and REMADE in error.message)
             case NotFound() if NO_BYTES in error.message:
                 true = op.kind in {"commit", "detach"}
             case Gone() if op.follows >= 0:
                 true = True  # the promise that it was built on may not have been kept
             case Gone() if op.kind == "commit" and op.branch:
-                true = truth.branches[op.branch].gone <= op.end
+                true = truth.branches[op.branch].gone <= end
             case NotFound() | Gone():
                 source = op.key if op.source == "" else op.source
-                gone = truth.meant(source, op.start, op.end)[1]
+                gone = truth.meant(source, op.start, end)[1]
                 true = gone or (op.kind == "rewind" and op.versioned) or (op.kind == "detach" and isinstance(error, NotFound))
             case AlreadyExists():
                 true = bool(found)
@@ -123,7 +125,14 @@ class History:
 
     def committed(self, op, receipt):
         """What the bucket acknowledged, also behind a caller who had its answer already."""
+        op.decided = True
         self._committed(op, receipt)
+
+    def dropped(self, op, error):
+        """A promise could not be kept, and whoever was given it does not hear of it."""
+        if op.durability != "bucket" and error.kind in DECIDED:
+            op.decided = True
+            self._refused(op, error, self._world.now)
 
     def _committed(self, op, receipt):
         kept = op.tokens[: receipt.tokens]
@@ -160,6 +169,8 @@ class History:
         for op in self.ops.values():
             if op.kind != "commit":
                 continue
+            if op.outcome == ACK and op.durability == "nvme" and not op.decided and not self._in_vain(op):
+                self._world.violation("I2", f"{op} was promised, and neither landed nor was refused")
             effects = [
                 effect
                 for effect in truth.effects.get(op.id, ())
@@ -182,6 +193,13 @@ class History:
         before = self.ops[op.follows]
         made = {effect.branch for effect in self._world.truth.effects.get(before.id, ())}
         return made if not before.base else made & self._meant_by(before)
+
+    def _in_vain(self, op):
+        """Whether it may have been built on a promise that was dropped, and went with it."""
+        return any(
+            other.key == op.key and other.durability != "bucket" and other.base < op.base and set(other.lives) & set(op.lives)
+            for other in self.ops.values()
+        )
 
     def _detached(self, op, effect):
         """Whether a fork brought the version there, with its labels, by way of another session."""

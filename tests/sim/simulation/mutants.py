@@ -11,6 +11,7 @@ from kvstore.lifecycle import collector, marking, sweep
 from kvstore.objects import OVERWRITE, Stored, Update
 from kvstore.repo import families, heads, names, root, uploads, writer
 from kvstore.repo.heads import Heads, Position
+from kvstore.service import commits
 
 
 @dataclass
@@ -127,6 +128,11 @@ async def _whoever_has_the_name(self, place, branch):
     return await self._named(self._finder.key(*place))
 
 
+async def _forgetting(self):
+    """A promise ends with the life that gave it."""
+    return 0
+
+
 MUTANTS = {
     "no_seal": Mutant("a collector only reads heads", ("I1",), [_patch(Heads, "swap", _no_seal)]),
     "epoch_first": Mutant("the epoch is not read after the head", ("I1",), [_patch(families._Group, "_ready", _epoch_from_memory)]),
@@ -145,6 +151,9 @@ MUTANTS = {
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]
     ),
     "reap_early": Mutant("a head is deleted as soon as it is dead", ("I6", "R8"), [_patch(collector, "Reaper", _hasty)], round=5),
+    "promise_forgotten": Mutant(
+        "a node does not take up what it promised before it died", ("I2",), [_patch(commits.Commits, "replay", _forgetting)]
+    ),
     "evict_early": Mutant(
         "sessions go before the bucket is full", ("I5",), [_patch(collector._Collection, "_evict", _half_the_limit)], round=2
     ),

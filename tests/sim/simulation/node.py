@@ -58,7 +58,11 @@ class Local:
         )
         op = self._world.history.ops[int(request.labels["op"])]
         op.lives.append(self._node.life)
-        receipt = await self._repo.commit(tenant, request.id, request.lane, proposal, self._source)
+        try:
+            receipt = await self._repo.commit(tenant, request.id, request.lane, proposal, self._source)
+        except KVTierError as error:
+            self._world.history.dropped(op, error)
+            raise
         self._world.history.committed(op, receipt)
         return receipt
 
