@@ -13,6 +13,7 @@ from kvstore.errors import Conflict, Denied, Gone, Invalid, NotFound, Unavailabl
 from kvstore.ids import Shard
 from kvstore.node import Node
 from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.server.metrics import Metrics
 from tiering import DiskTier, Movers
 
 NS = namespace()
@@ -364,3 +365,19 @@ async def test_a_get_of_a_cold_chain_costs_one_request_more_than_reading_it():
         question = api.Lookup(namespace=NS.id, prefix_ids=[link.prefix_id for link in cold], shards=shards, deadline_ms=5000)
         assert (await service.call("default", "lookup", question)).run == 0
         assert len(fresh.requests) - before <= 3  # what one rank lacks is not asked for the others
+
+
+async def test_i7_damage_on_the_way_of_a_register_is_counted_in_stats_and_metrics():
+    store = MemoryStore()
+    async with node(store) as service:
+        links = links_of(NS, 40)
+        await publish(service, "default", NS, links)
+        await service.call("default", "commit", commit_of(links, durability="bucket"))
+    faults = Faults(store, [Fault(action="corrupt", verb="get", key="heads/*", at=200, bits=1)])
+    async with node(faults, ready=False) as service:
+        status = await ended(service, api.Restore(id="s", namespace=NS.id))
+        assert (status.state, status.staged_tokens) == ("ready", 40)
+        stats = await service.call("default", "stats", api.Nothing())
+        assert stats.bucket.corrupt_reads == {"heads": 1}
+        page, _ = Metrics().expose(stats, "text/plain")
+        assert 'kvtier_store_corrupt_reads_total{folder="heads"} 1.0' in page.decode()
