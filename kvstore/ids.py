@@ -350,6 +350,34 @@ class BlockName(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def tier_key(self) -> bytes:
         """32 bytes under which tiers hold it."""
-        return blake3(
-            _fields(b"kvtier.tier.1", self.namespace.encode(), str(self.shard).encode(), self.prefix_id.encode())
-        ).digest()
+        return tier_key(tier_key_head(self.namespace, self.shard), self.prefix_id)
+
+
+def tier_key_head(namespace: NamespaceId, shard: Shard) -> bytes:
+    """What the tier keys of one shard of a namespace have in common, for `tier_key`."""
+    return _fields(b"kvtier.tier.1", namespace.encode(), str(shard).encode()) + (64).to_bytes(4, "little")
+
+
+def tier_key(head: bytes, prefix: str) -> bytes:
+    """The 32 bytes under which tiers hold a block: of one shard's `tier_key_head`, and its PrefixId."""
+    return blake3(head + prefix.encode()).digest()
+
+
+def pack_prefixes(prefixes: Sequence[str]) -> bytes:
+    """PrefixIds as 32 bytes each, one behind the other. Raises `Invalid` unless each has 64 lower-case hex digits."""
+    text = "".join(prefixes)
+    try:
+        packed = bytes.fromhex(text)
+    except ValueError:
+        packed = b""
+    if packed.hex() != text or not {64}.issuperset(map(len, prefixes)):
+        raise Invalid("prefix_id must be 64 lower-case hex digits")
+    return packed
+
+
+def unpack_prefixes(packed: bytes) -> list[PrefixId]:
+    """The inverse of `pack_prefixes`. Raises `Invalid` where it is no multiple of 32 bytes."""
+    if len(packed) % 32:
+        raise Invalid("prefix_ids have 32 bytes each")
+    text = packed.hex()
+    return [PrefixId(text[at : at + 64]) for at in range(0, len(text), 64)]

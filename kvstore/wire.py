@@ -3,10 +3,13 @@
 On connect the client says `Hello`, the node answers `Welcome` with two file descriptors (SCM_RIGHTS): the tenant's read arena,
 sealed against writing, and a write window that belongs to this connection alone. A block is read by its offset in the arena while a
 lease holds it; it is written by copying its payload into the window and publishing the extent. The window's space is
-managed by the client: an extent is free again when `Published` (or `Fault`) for it has come.
+managed by the client. `Published` comes when the node has room for the blocks, before it has copied them: the client is released
+there. Their extents are free again when the node says so (`Published.drained`, or `Drained` later), or on a `Fault`. Whoever reads
+or commits after `Published`, on any connection, finds the blocks: the node lets that wait for the copy.
 
 Every `Ask`, `Get` and `Publish` is answered exactly once, in any order, also after `Cancel`. A client has at most `MAX_IN_FLIGHT`
-of them unanswered.
+of them unanswered. Whatever can be answered from memory is answered before the next message is looked at; with `wait` false
+anything else is answered by `Later`, so that a client may block on an answer.
 
 Frame: u32 little-endian length of the body, then the body. Bodies are arrays tagged by their first element. A newer minor version
 may append fields that have defaults; an older one ignores them.
@@ -20,7 +23,7 @@ import msgspec
 
 from kvstore.errors import Corrupt, Problem, Unsupported
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_FRAME: Final = 16 * 1024 * 1024  # 65,536 blocks of a long session fit well
 MAX_HELLO: Final = 4096  # of the first frame, from a client nobody knows yet
 MAX_BATCH: Final = 65_536
@@ -58,35 +61,39 @@ class Ask(_Message, frozen=True):
     id: int
     call: str
     body: msgspec.Raw
+    wait: bool = True
 
 
 class Get(_Message, frozen=True):
     """Lease blocks of one shard, the longest leading run that arrives before the deadline.
 
-    `blocks` are (prefix_id, tokens). `reach` is the farthest tier to ask.
+    `prefixes` are 32 bytes for each of `tokens`. `reach` is the farthest tier to ask.
     """
 
     id: int
     namespace: str
     shard: str
-    blocks: Batch[tuple[str, int]]
+    prefixes: bytes
+    tokens: Batch[int]
     deadline_ms: int
     reach: str
+    wait: bool = True
 
 
 class Publish(_Message, frozen=True):
-    """Blocks whose payloads lie in the write window: (prefix_id, tokens, offset, length)."""
+    """Blocks whose payloads lie in the write window: 32 bytes of `prefixes` for each (tokens, offset, length)."""
 
     id: int
     namespace: str
     shard: str
-    blocks: Batch[tuple[str, int, int, int]]
+    prefixes: bytes
+    extents: Batch[tuple[int, int, int]]
 
 
 class Release(_Message, frozen=True):
-    """Let go of leases; not answered."""
+    """Let go of leases, given as runs of consecutive numbers: (first, how many); not answered."""
 
-    leases: Batch[int]
+    runs: Batch[tuple[int, int]]
 
 
 class Cancel(_Message, frozen=True):
@@ -103,18 +110,39 @@ class Reply(_Message, frozen=True):
 
 
 class Leased(_Message, frozen=True):
-    """The answer to `Get`: (lease, offset, size) of each block of the run; `miss` says why it ended, "" where it is complete."""
+    """The answer to `Get`: the blocks of the run lie at `offsets`, and have `sizes`; their leases are numbered from `first` on.
+
+    `miss` says why the run ended, "" where it is complete.
+    """
 
     id: int
-    blocks: list[tuple[int, int, int]]
+    first: int
+    offsets: list[int]
+    sizes: list[int]
     miss: str
 
 
 class Published(_Message, frozen=True):
-    """The answer to `Publish`: whether each block was taken. Not taken means dropped under load: never an error."""
+    """The answer to `Publish`: whether each block was taken. Not taken means dropped under load: never an error.
+
+    `drained` says that the extents are free; otherwise a `Drained` follows.
+    """
 
     id: int
     taken: list[bool]
+    drained: bool
+
+
+class Drained(_Message, frozen=True):
+    """The node has copied what a `Publish` named, and its extents are free. It comes unasked, after `Published`."""
+
+    id: int
+
+
+class Later(_Message, frozen=True):
+    """The answer to a request that would have to wait, and must not. Nothing was done."""
+
+    id: int
 
 
 class Fault(_Message, frozen=True):
@@ -125,7 +153,7 @@ class Fault(_Message, frozen=True):
 
 
 ToNode = Hello | Ask | Get | Publish | Release | Cancel
-ToClient = Welcome | Reply | Leased | Published | Fault
+ToClient = Welcome | Reply | Leased | Published | Drained | Later | Fault
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
@@ -138,7 +166,7 @@ def frame(message: ToNode | ToClient) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def body_length(prefix: bytes, limit: int = MAX_FRAME) -> int:
+def body_length(prefix: bytes | bytearray, limit: int = MAX_FRAME) -> int:
     """The length a frame announces, bounded before anything is allocated. Raises `Corrupt`."""
     length = int.from_bytes(prefix, "little")
     if not 0 < length <= limit:
@@ -167,7 +195,7 @@ def _minor(version: str) -> tuple[int, int] | None:
     return (int(major), int(minor)) if f"{major}{minor}".isascii() and major.isdecimal() and minor.isdecimal() else None
 
 
-def parse_to_node(body: bytes) -> ToNode:
+def parse_to_node(body: bytes | bytearray | memoryview) -> ToNode:
     """Raises `Corrupt`."""
     try:
         return _to_node.decode(body)
@@ -175,7 +203,7 @@ def parse_to_node(body: bytes) -> ToNode:
         raise Corrupt(f"not a message of this protocol: {error}") from None
 
 
-def parse_to_client(body: bytes) -> ToClient:
+def parse_to_client(body: bytes | bytearray | memoryview) -> ToClient:
     """Raises `Corrupt`."""
     try:
         return _to_client.decode(body)

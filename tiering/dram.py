@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Self
@@ -26,8 +26,16 @@ _log = logging.getLogger("tiering.dram")
 _POPULATE_STEP = 8 << 20  # a few milliseconds of a mover thread
 
 
-class _Value:
-    """A value in the arena; see :class:`tiering.ranking.Ranked`. `gone` says that its key no longer leads here."""
+class DramValue:
+    """A value in the arena, as `pin_all` hands it out.
+
+    Attributes:
+        key: Its key.
+        offset: Where it starts in the arena.
+        size: Bytes.
+        leases: How many read it; see :class:`tiering.ranking.Ranked`, also for `used`.
+        gone: Whether its key leads nowhere by now; the bytes stay as long as somebody reads them.
+    """
 
     __slots__ = ("gone", "key", "leases", "offset", "size", "used")
 
@@ -93,7 +101,7 @@ class DramTier:
         stats: Counters since it was opened.
     """
 
-    def __init__(self, name: str, limit: int, arena: Arena, values: dict[bytes, _Value], ranking: Ranking) -> None:
+    def __init__(self, name: str, limit: int, arena: Arena, values: dict[bytes, DramValue], ranking: Ranking) -> None:
         self.name = name
         self.stats = TierStats()
         self._arena = arena
@@ -135,7 +143,7 @@ class DramTier:
             OSError: The system refuses the memory.
         """
         arena = Arena.create(name, with_slack(limit))
-        values: dict[bytes, _Value] = {}
+        values: dict[bytes, DramValue] = {}
         ranking = Ranking(values, policy or Lru(), Holds(int(limit * held)), recent_s=recent_s, monotonic=monotonic)
         tier = cls(name, limit, arena, values, ranking)
         populating = asyncio.create_task(tier._populate(movers))
@@ -199,6 +207,39 @@ class DramTier:
                     self.stats.hit(want.size)
                 found.append(got)
         return found
+
+    def pin_all(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[DramValue] | None:
+        """All of these values leased, without an object for each lease; None, and nothing counted, where one is not here.
+
+        The short way for a reader in another process, which needs offsets only. Whoever gets values gives them to `unpin_all`.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            found, nbytes, pinned = list[DramValue](), 0, 0
+            for value, size in zip(map(self._values.get, keys), sizes, strict=True):
+                if value is None or value.size != size:
+                    return None
+                found.append(value)
+            use, pin = self._ranking.use, self._ranking.pin
+            for value in found:
+                use(value)
+                if not value.leases:
+                    pin(value)
+                    pinned += value.size
+                value.leases += 1
+                nbytes += value.size
+            self._pinned += pinned
+            self._leases += len(found)
+            self.stats.hits += len(found)
+            self.stats.bytes_out += nbytes
+            return found
+
+    def unpin_all(self, values: Iterable[DramValue]) -> None:
+        """Give back what `pin_all` gave, each value as often as it was given."""
+        with self._lock:
+            for value in values:
+                self._unpin(value, use=True)
 
     def reserve(self, want: Want, *, ahead: bool = False) -> DramSlot | Miss:
         """Room for a value that is about to be written, evicting what nobody leases.
@@ -332,7 +373,7 @@ class DramTier:
             return Miss.ABSENT
         return self._leased(value, use=use)
 
-    def _leased(self, value: _Value, *, use: bool) -> Lease:
+    def _leased(self, value: DramValue, *, use: bool) -> Lease:
         if use:
             self._ranking.use(value)
         if not value.leases:
@@ -347,7 +388,7 @@ class DramTier:
         self.stats.drops += 1
         return Miss.FULL
 
-    def _forget(self, value: _Value) -> None:
+    def _forget(self, value: DramValue) -> None:
         """The key leads nowhere now; the room is free when nobody reads it."""
         del self._values[value.key]
         self._ranking.forget(value)
@@ -355,9 +396,22 @@ class DramTier:
         if not value.leases:
             self._free(value)
 
-    def _free(self, value: _Value) -> None:
+    def _free(self, value: DramValue) -> None:
         self._budget.free(value.size)
         self._extents.free(value.offset, value.size)
+
+    def _unpin(self, value: DramValue, *, use: bool) -> None:
+        if use:
+            self._ranking.touch(value)
+        self._leases -= 1
+        value.leases -= 1
+        if value.leases:
+            return
+        self._pinned -= value.size
+        if value.gone:
+            self._free(value)
+        else:
+            self._ranking.unpin(value)
 
     def _evict_one(self, *, ahead: bool = False) -> bool:
         key = self._ranking.victim(ahead=ahead)
@@ -383,7 +437,7 @@ class DramTier:
             if old is not None:
                 self._forget(old)
             self._budget.commit(want.size)
-            value = self._values[want.key] = _Value(want.key, offset, want.size)
+            value = self._values[want.key] = DramValue(want.key, offset, want.size)
             self.stats.bytes_in += want.size
             return self._leased(value, use=use)
 
@@ -392,16 +446,6 @@ class DramTier:
             self._budget.cancel(want.size)
             self._extents.free(offset, want.size)
 
-    def _release(self, value: _Value, *, use: bool) -> None:
+    def _release(self, value: DramValue, *, use: bool) -> None:
         with self._lock:
-            if use:
-                self._ranking.touch(value)
-            self._leases -= 1
-            value.leases -= 1
-            if value.leases:
-                return
-            self._pinned -= value.size
-            if value.gone:
-                self._free(value)
-            else:
-                self._ranking.unpin(value)
+            self._unpin(value, use=use)

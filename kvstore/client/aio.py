@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -37,6 +38,16 @@ class Client:
         self._transport = transport
         self._known: set[str] = set()
         self._seen = Sightings()
+
+    @property
+    def transport(self) -> Transport:
+        """What carries its calls."""
+        return self._transport
+
+    @property
+    def told(self) -> AbstractSet[str]:
+        """Ids of the namespaces whose fields it has told the node."""
+        return self._known
 
     # --- restores ---
 
@@ -375,7 +386,7 @@ class Client:
             namespace: Theirs.
             shard: Whose part of each.
             links: The blocks.
-            fill: Called on a worker thread with (i, payload), in order, to copy the tensors of `links[i]` into `payload`. When this
+            fill: Called with (i, payload), in order, on some thread, to copy the tensors of `links[i]` into `payload`. When this
                 call is over, cancelled or not, it is not called any more.
         """
         await self._id(namespace)

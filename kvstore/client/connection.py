@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from kvstore import wire
-from kvstore.blocks import BlockLease, Blocks
 from kvstore.client.fork import ParentSocket
 from kvstore.client.handshake import Met, meet
+from kvstore.client.lending import LentBlocks, lend, runs
 from kvstore.client.pages import Pages
 from kvstore.client.window import Space
 from kvstore.errors import Corrupt, KVTierError, Unavailable
@@ -61,6 +61,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(wire.MAX_IN_FLIGHT)
         self._waiting: dict[int, _Waiting] = {}
+        self._draining: dict[int, Callable[[], None]] = {}  # publications that the node still reads from the window
         self._last_id = 0
         self._released: deque[int] = deque()
         self._flushing = False
@@ -80,7 +81,11 @@ class Connection:
     # --- requests ---
 
     async def ask(
-        self, make: Callable[[int], wire.ToNode], timeout_s: float, unwanted: Unwanted = _nothing_to_undo
+        self,
+        make: Callable[[int], wire.ToNode],
+        timeout_s: float,
+        unwanted: Unwanted = _nothing_to_undo,
+        drained: Callable[[], None] | None = None,
     ) -> wire.ToClient:
         """Send a request and wait for its answer.
 
@@ -89,6 +94,7 @@ class Connection:
             timeout_s: For the answer.
             unwanted: Called once, now or later, if this call does not return the answer: with the answer that came too late, or
                 None where there will be none. From then on the node does nothing more for the request.
+            drained: Of a publication: called once the node does not read its extents any more.
 
         Raises:
             TimeoutError: No answer in time.
@@ -97,13 +103,17 @@ class Connection:
         """
         async with asyncio.timeout(timeout_s):
             try:
-                number, waiting = await self._sent(make, unwanted)
+                number, waiting = await self._sent(make, unwanted, drained)
             except BaseException:
                 unwanted(None)
+                if drained is not None:
+                    drained()
                 raise
             return await self._answer(number, waiting)
 
-    async def _sent(self, make: Callable[[int], wire.ToNode], unwanted: Unwanted) -> tuple[int, _Waiting]:
+    async def _sent(
+        self, make: Callable[[int], wire.ToNode], unwanted: Unwanted, drained: Callable[[], None] | None
+    ) -> tuple[int, _Waiting]:
         await self._slots.acquire()
         try:
             self.check()
@@ -113,6 +123,8 @@ class Connection:
             self._slots.release()
             raise
         waiting = self._waiting[number] = _Waiting(self._loop.create_future(), unwanted)
+        if drained is not None:
+            self._draining[number] = drained
         if self._released:
             self._flush()  # what was given back before this request makes room for it
         self._writer.write(frame)
@@ -160,6 +172,11 @@ class Connection:
     def _settle(self, message: wire.ToClient) -> None:
         if isinstance(message, wire.Fault) and message.id == 0:
             raise message.problem.error()
+        if isinstance(message, wire.Drained):
+            self._drained(message.id)
+            return
+        if isinstance(message, wire.Fault) or (isinstance(message, wire.Published) and message.drained):
+            self._drained(message.id)
         waiting = None if isinstance(message, wire.Welcome) else self._waiting.pop(message.id, None)
         if waiting is None:
             raise Corrupt(f"the node answered a request that nobody made ({type(message).__name__})")
@@ -168,6 +185,11 @@ class Connection:
             waiting.answer.set_result(message)
         else:
             waiting.unwanted(message)
+
+    def _drained(self, number: int) -> None:
+        free = self._draining.pop(number, None)
+        if free is not None:
+            free()
 
     def _lose(self, reason: KVTierError) -> None:
         if self.lost is not None:
@@ -188,28 +210,30 @@ class Connection:
 
     # --- leases ---
 
-    def lend(self, leased: wire.Leased) -> Blocks:
+    @property
+    def alive(self) -> bool:
+        """Whether the node still holds its leases."""
+        return self.lost is None
+
+    def lend(self, leased: wire.Leased) -> LentBlocks:
         """The blocks of an answer, as views of the arena. Nothing is copied.
 
         Raises:
             Corrupt: An extent is not inside the arena.
         """
         self._populate()
-        blocks = []
-        for lease, offset, size in leased.blocks:
-            if not 0 <= offset <= offset + size <= len(self._arena):
-                self._lose(Corrupt(f"the node leased bytes {offset} to {offset + size} of an arena of {len(self._arena)}"))
-                break
-            blocks.append(BlockLease(self._arena[offset : offset + size], _Release(self, lease)))
-        self.check()
-        return Blocks(blocks, leased.miss, lambda: self.lost is None)
+        try:
+            return lend(self._arena, leased, self)
+        except Corrupt as error:
+            self._lose(error)
+            raise
 
     def take_back(self, answer: wire.ToClient | None) -> None:
         """Give back the leases of an answer that nobody waits for."""
         if isinstance(answer, wire.Leased):
-            self.release([lease for lease, _, _ in answer.blocks])
+            self.give_back(range(answer.first, answer.first + len(answer.offsets)))
 
-    def release(self, leases: list[int]) -> None:
+    def give_back(self, leases: Sequence[int]) -> None:
         """Give back leases, from any thread; they are sent together on the loop's next turn."""
         self._released.extend(leases)
         if not self._flushing:
@@ -222,7 +246,7 @@ class Connection:
         leases = [self._released.popleft() for _ in range(len(self._released))]
         if self.lost is None:
             for start in range(0, len(leases), wire.MAX_BATCH):
-                self._writer.write(wire.frame(wire.Release(leases[start : start + wire.MAX_BATCH])))
+                self._writer.write(wire.frame(wire.Release(runs(leases[start : start + wire.MAX_BATCH]))))
 
     def _populate(self) -> None:
         """Fill the arena's page table in the background, on the first read: a client that only makes calls never pays for it."""
@@ -241,15 +265,3 @@ class Connection:
             with contextlib.suppress(BufferError):
                 view.release()
                 memory.close()
-
-
-class _Release:
-    """Gives back one lease; small, because there is one for every block in use."""
-
-    __slots__ = ("_connection", "_lease")
-
-    def __init__(self, connection: Connection, lease: int) -> None:
-        self._connection, self._lease = connection, lease
-
-    def __call__(self) -> None:
-        self._connection.release([self._lease])

@@ -1,7 +1,7 @@
 """The transport to a node on this host: calls over a Unix socket, block bytes in shared memory.
 
 A read hands out views of the node's arena; nothing is copied. A write is copied once into this connection's window, and once
-more by the node. When the node goes away the next call connects again.
+more by the node, behind the caller's back. When the node goes away the next call connects again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import msgspec
 
 from kvstore import api, codec, wire
 from kvstore.blocks import Blocks
-from kvstore.client.connection import Connection
+from kvstore.client.connection import CONNECT_S, Connection
 from kvstore.client.fork import Birth
+from kvstore.client.handshake import Met, meet
 from kvstore.client.threads import on_thread
 from kvstore.client.transport import Fill, block_patience, check_batch, no_answer, patience
 from kvstore.errors import Closed, Invalid, KVTierError, Unavailable
-from kvstore.ids import Link, Namespace, Shard
+from kvstore.ids import Link, Namespace, Shard, pack_prefixes
 
 RETRY_S: Final = 0.5  # after a failed attempt to connect, calls fail at once for that long
 SPACE_S: Final = 10.0  # a write waits that long for room in the window; then what is left is dropped
@@ -63,11 +64,11 @@ class LocalTransport:
         """See `Transport`."""
         check_batch(links)
         connection = await self._connected()
-        blocks: list[tuple[str, int]] = [(link.prefix_id, link.tokens) for link in links]
+        packed, tokens = pack_prefixes([link.prefix_id for link in links]), [link.tokens for link in links]
         wanted, part = namespace.id, str(shard)
         try:
             answer = await connection.ask(
-                lambda number: wire.Get(number, wanted, part, blocks, deadline_ms, reach),
+                lambda number: wire.Get(number, wanted, part, packed, tokens, deadline_ms, reach),
                 block_patience(deadline_ms),
                 connection.take_back,
             )
@@ -88,6 +89,11 @@ class LocalTransport:
                 f"a block of {largest} bytes does not fit the write window of {connection.space.size}: raise [dram] window"
             )
         return await _Put(connection, namespace.id, str(shard), blocks, fill).run()
+
+    async def meet(self) -> Met:
+        """A second connection, for a thread of its own. Raises as `open`."""
+        await self._connected()  # so that a node that was started anew knows the namespaces
+        return await meet(self._path, self._tenant, timeout_s=CONNECT_S)
 
     async def aclose(self) -> None:
         """See `Transport`."""
@@ -218,20 +224,17 @@ class _Put:
             self._fill(index, window[offset : offset + block.size])
 
     async def _publish(self, piece: _Piece) -> list[bool]:
-        blocks: list[tuple[str, int, int, int]] = [
-            (block.link.prefix_id, block.link.tokens, offset, block.size)
-            for block, offset in zip(piece.blocks, piece.offsets, strict=True)
-        ]
+        packed = pack_prefixes([block.link.prefix_id for block in piece.blocks])
+        extents = [(block.link.tokens, offset, block.size) for block, offset in zip(piece.blocks, piece.offsets, strict=True)]
         try:
             answer = await self._connection.ask(
-                lambda number: wire.Publish(number, self._namespace, self._shard, blocks),
+                lambda number: wire.Publish(number, self._namespace, self._shard, packed, extents),
                 block_patience(0),
-                lambda _: self._free(piece),
+                drained=lambda: self._free(piece),
             )
         except TimeoutError:
             raise Unavailable("the node did not take over what was published in time", kind="timeout") from None
-        self._free(piece)
-        if not isinstance(answer, wire.Published) or len(answer.taken) != len(blocks):
+        if not isinstance(answer, wire.Published) or len(answer.taken) != len(extents):
             raise Unavailable("the node answered a publication with something else")
         return answer.taken
 

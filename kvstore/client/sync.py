@@ -1,13 +1,19 @@
-"""The blocking client: the async one, on a loop of its own."""
+"""The blocking client: the async one, on a loop of its own; block bytes of a node on this host take a shorter way."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvstore.client.aio import Client
+from kvstore import api
+from kvstore.blocks import Blocks
+from kvstore.client.aio import WHOLE, Client
 from kvstore.client.background import Background
+from kvstore.client.direct import Direct
+from kvstore.client.local import LocalTransport
+from kvstore.client.transport import Fill
+from kvstore.ids import Link, Namespace, PrefixId, Shard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +42,16 @@ async def _next(items: AsyncIterator[R], end: object) -> R | object:
     return await anext(items, end)
 
 
+def _as(method: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name, signature and text are the async method's."""
+
+    def named(call: Callable[P, R]) -> Callable[P, R]:
+        functools.update_wrapper(call, method)
+        return call
+
+    return named
+
+
 class SyncClient:
     """As :class:`kvstore.client.aio.Client`, from any number of threads; close it, or use it in a `with` statement.
 
@@ -44,6 +60,8 @@ class SyncClient:
 
     def __init__(self, background: Background, client: Client) -> None:
         self._background, self._client = background, client
+        transport = client.transport
+        self._direct = Direct(lambda: background.run(transport.meet())) if isinstance(transport, LocalTransport) else None
 
     @classmethod
     def open(cls, connect: Callable[[], Coroutine[Any, Any, Client]]) -> Self:
@@ -80,16 +98,66 @@ class SyncClient:
     put_namespace = _blocking(Client.put_namespace)
     delete_namespace = _blocking(Client.delete_namespace)
     delete_tenant = _blocking(Client.delete_tenant)
-    lookup = _blocking(Client.lookup)
     collect = _blocking(Client.collect)
     stats = _blocking(Client.stats)
     health = _blocking(Client.health)
     ready = _blocking(Client.ready)
-    get = _blocking(Client.get)
-    put = _blocking(Client.put)
+    _lookup = _blocking(Client.lookup)
+    _get = _blocking(Client.get)
+    _put = _blocking(Client.put)
+
+    @_as(Client.lookup)
+    def lookup(
+        self,
+        *,
+        namespace: Namespace | str,
+        prefix_ids: Sequence[PrefixId],
+        shards: Sequence[Shard | str] = (WHOLE,),
+        reach: api.Tier = "bucket",
+        deadline_ms: int = 250,
+    ) -> api.Found:
+        """See `Client.lookup`."""
+        named = namespace if isinstance(namespace, str) else namespace.id
+        if self._direct is not None and (named is namespace or named in self._client.told):
+            shard_texts = tuple(map(str, shards))
+            request = api.Lookup(
+                namespace=named, prefix_ids=list(prefix_ids), shards=shard_texts, reach=reach, deadline_ms=deadline_ms
+            )
+            found = self._direct.lookup(request)
+            if found is not None:
+                return found
+        return self._lookup(namespace=namespace, prefix_ids=prefix_ids, shards=shards, reach=reach, deadline_ms=deadline_ms)
+
+    @_as(Client.get)
+    def get(
+        self,
+        namespace: Namespace,
+        shard: Shard,
+        links: Sequence[Link],
+        *,
+        deadline_ms: int = 0,
+        reach: api.Tier = "bucket",
+    ) -> Blocks:
+        """See `Client.get`."""
+        if self._direct is not None and namespace.id in self._client.told:
+            blocks = self._direct.get(namespace, shard, links, deadline_ms=deadline_ms, reach=reach)
+            if blocks is not None:
+                return blocks
+        return self._get(namespace, shard, links, deadline_ms=deadline_ms, reach=reach)
+
+    @_as(Client.put)
+    def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool]:
+        """See `Client.put`."""
+        if self._direct is not None and namespace.id in self._client.told:
+            taken = self._direct.put(namespace, shard, links, fill)
+            if taken is not None:
+                return taken
+        return self._put(namespace, shard, links, fill)
 
     def close(self) -> None:
         """Let go of the connection, and of every lease. A second call does nothing, and so does one in a forked child."""
+        if self._direct is not None:
+            self._direct.close()
         self._background.close()
 
     def __enter__(self) -> Self:

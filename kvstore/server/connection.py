@@ -1,29 +1,37 @@
-"""One engine's connection: its requests, its leases, its write window. Whatever it does, only its own connection ends."""
+"""One engine's connection: its requests, its leases, its write window. Whatever it does, only its own connection ends.
+
+What memory alone can answer is answered in the very call that brings the request in: no task, no time limit, no wait. That is what
+makes a lease cost microseconds. Everything else becomes a task.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar, cast
 
 import msgspec
 
 from kvstore import api, wire
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Overloaded, Unavailable
-from kvstore.ids import Link, PrefixId, Shard
+from kvstore.ids import Link, Shard, unpack_prefixes
+from kvstore.server.held import Held
 from kvstore.server.inflight import READS
 from kvstore.server.limits import Limits, check_deadline
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Room, Service
 from kvstore.server.window import Window
-from tiering import Lease
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _HIGH_WATER: Final = 1 << 20  # answers queued for a client that does not read, beyond which its requests wait
+_AT_ONCE: Final = 1024  # blocks in a request that may be answered at once; the loop does nothing else meanwhile
+_lookup: Final = msgspec.msgpack.Decoder(api.Lookup)
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """A client that was welcomed.
 
     Args:
@@ -31,119 +39,213 @@ class Connection:
         tenant: Whom it may act for.
         who: For the log.
         window: Its write window.
-        reader: What it sends.
-        writer: What it is answered.
+        limits: Bounds.
+        observe: Told of every request.
     """
 
-    def __init__(
-        self,
-        *,
-        service: Service,
-        tenant: str,
-        who: str,
-        window: Window,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        limits: Limits,
-        observe: Observe,
-    ) -> None:
+    def __init__(self, *, service: Service, tenant: str, who: str, window: Window, limits: Limits, observe: Observe) -> None:
         self._service, self._tenant, self._who, self._window = service, tenant, who, window
-        self._reader, self._writer, self._limits, self._observe = reader, writer, limits, observe
-        self._writer.transport.set_write_buffer_limits(_HIGH_WATER)
-        self._reading: asyncio.Task[None] | None = None
+        self._limits, self._observe = limits, observe
+        self._plane = service.plane
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
+        self._transport: asyncio.Transport | None = None
+        self._input = bytearray()  # of a frame that is not complete, or must wait
+        self._stalled: asyncio.TimerHandle | None = None  # while the client does not read its answers
+        self._over = self._loop.create_future()  # no more requests: done, or why
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._abandonable: set[int] = set()  # requests that change nothing, so that they may be cut short
-        self._leases: dict[int, Lease] = {}
-        self._last_lease = 0
+        self._held = Held(self._plane, tenant)
+        self._draining = 0  # publications that are still read from the window
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._ending = False
 
     @property
     def leases(self) -> int:
         """Leases it holds."""
-        return len(self._leases)
+        return len(self._held)
 
     async def run(self) -> None:
         """Serve until the client goes away or misbehaves, or `stop`; then let go of everything it held."""
-        self._reading = asyncio.create_task(self._read())
         try:
-            await asyncio.wait((self._reading,))
-            error = None if self._reading.cancelled() else self._reading.exception()
+            await asyncio.wait((self._over,))
+            error = self._over.exception()
             if isinstance(error, KVTierError):
                 log.warning("closing the connection of %s: %s", self._who, error.message)
-                await self._send(wire.Fault(0, error.problem()))
+                self._send(wire.Fault(0, error.problem()))
             elif error is not None:
                 raise error
             await self._settle()
         finally:
-            self._ending = True
-            for task in (self._reading, *self._tasks.values()):
+            self._end(None)
+            for task in self._tasks.values():
                 task.cancel()
-            await asyncio.gather(self._reading, *self._tasks.values(), return_exceptions=True)
-            for lease in self._leases.values():
-                lease.release()
-            self._leases.clear()
-            self._writer.close()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._held.release_all()
+            if self._transport is not None:
+                self._transport.close()
+            await self._drained.wait()  # not the client's to hurry: the threads read its window
             self._window.close()
 
     def stop(self) -> None:
         """Take no more requests; changes that were accepted are still made and answered."""
-        self._ending = True
-        if self._reading is not None:
-            self._reading.cancel()
+        self._end(None)
+
+    def abort(self) -> None:
+        """Cut it off, and what it has not read with it."""
+        if self._transport is not None:
+            self._transport.abort()
 
     async def _settle(self) -> None:
-        """Publications and changes to sessions run to their end, for their bytes are all here; reads are cut short."""
-        self._ending = True
+        """Changes to sessions run to their end; reads are cut short."""
         for number in list(self._abandonable):
             self._tasks[number].cancel()
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
+    def _end(self, error: Exception | None) -> None:
+        self._ending = True
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
+
+    # --- the transport's calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It begins."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by its methods only
+        self._transport.set_write_buffer_limits(_HIGH_WATER)
+
+    def data_received(self, data: bytes) -> None:
+        """Requests, or parts of them."""
+        if self._over.done():
+            return
+        try:
+            if not self._input and len(data) > 4 and int.from_bytes(data[:4], "little") == len(data) - 4:
+                self._take(wire.parse_to_node(memoryview(data)[4:]))  # one whole request, as nearly always
+                return
+            self._input += data
+            self._requests()
+        except Exception as error:  # noqa: BLE001  whatever it is, it ends this connection and no other
+            self._end(error)
+
+    def eof_received(self) -> bool:
+        """The client will send no more; it may still read."""
+        self._end(None)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  a client that dies is no fault
+        """It is over."""
+        self._flowing()
+        self._end(None)
+
+    def pause_writing(self) -> None:
+        """Who does not read answers cannot ask for more, and not for ever."""
+        assert self._transport is not None
+        if not self._over.done():
+            self._transport.pause_reading()
+        self._stalled = self._loop.call_later(self._limits.stall, self._give_up)
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self._flowing()
+        if self._over.done() or self._transport is None or self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        try:
+            self._requests()
+        except Exception as error:  # noqa: BLE001  as above
+            self._end(error)
+
+    def _flowing(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _give_up(self) -> None:
+        log.warning("closing the connection of %s: it does not read its answers", self._who)
+        self.abort()
+
     # --- requests ---
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                length = wire.body_length(await self._reader.readexactly(4))
-                body = await self._reader.readexactly(length)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return
-            await self._take(wire.parse_to_node(body))
+    def _requests(self) -> None:
+        """Every request that is here in full."""
+        start, data = 0, self._input
+        while len(data) - start >= 4 and self._stalled is None and not self._over.done():
+            end = start + 4 + wire.body_length(data[start : start + 4])
+            if len(data) < end:
+                break
+            message = wire.parse_to_node(bytes(memoryview(data)[start + 4 : end]))
+            start = end
+            self._take(message)
+        del data[:start]
 
-    async def _take(self, message: wire.ToNode) -> None:
+    def _take(self, message: wire.ToNode) -> None:
         match message:
+            case wire.Get() | wire.Ask() | wire.Publish():
+                self._start(message)
             case wire.Release():
-                for number in message.leases:
-                    lease = self._leases.pop(number, None)
-                    if lease is not None:
-                        lease.release()
+                self._held.release(message.runs)
             case wire.Cancel():
                 if message.id in self._abandonable:
                     self._tasks[message.id].cancel()
             case wire.Hello():
                 raise Corrupt("a second hello")
-            case _:
-                await self._start(message)
 
-    async def _start(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
+    def _start(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
         number = message.id
         if number < 1 or number in self._tasks:
             raise Corrupt(f"request number {number} is in use, or not positive")
-        await self._drain()  # who does not read answers cannot ask for more
-        if len(self._tasks) >= wire.MAX_IN_FLIGHT:
-            error = Overloaded(f"more than {wire.MAX_IN_FLIGHT} requests of one connection are unanswered")
-            await self._send(wire.Fault(number, error.problem()))
-            return
+        begun, outcome = self._clock(), "ok"
+        answer: wire.ToClient | None
+        try:
+            answer = self._at_once(message)
+        except KVTierError as error:
+            answer, outcome = wire.Fault(number, error.problem()), error.kind
+        except Exception:
+            log.exception("request %s of %s failed", _op(message), self._who)
+            answer, outcome = wire.Fault(number, KVTierError(f"{_op(message)} failed inside the node").problem()), "internal"
+        if answer is not None:
+            self._send(answer)
+            self._observe(_op(message), outcome, self._clock() - begun)
+        elif not isinstance(message, wire.Publish) and not message.wait:
+            self._send(wire.Later(number))
+        elif len(self._tasks) >= wire.MAX_IN_FLIGHT:
+            busy = Overloaded(f"more than {wire.MAX_IN_FLIGHT} requests of one connection are unanswered")
+            self._send(wire.Fault(number, busy.problem()))
+        else:
+            self._begin(message)
+
+    def _at_once(self, message: wire.Ask | wire.Get | wire.Publish) -> wire.ToClient | None:
+        """The answer, where memory has all of it."""
+        match message:
+            case wire.Get():
+                return self._pinned(message)
+            case wire.Ask(call="lookup"):
+                request = _decoded(_lookup, message)
+                if len(request.prefix_ids) * len(request.shards) > _AT_ONCE:
+                    return None
+                found = self._plane.lookup_now(self._tenant, request)
+                return None if found is None else _reply(message, found)
+            case wire.Publish():
+                return self._published(message)
+            case _:
+                return None
+
+    def _begin(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
+        number = message.id
         if isinstance(message, wire.Get) or (isinstance(message, wire.Ask) and message.call in READS):
             self._abandonable.add(number)
         task = self._tasks[number] = asyncio.create_task(self._serve(message))
-        task.add_done_callback(lambda done: self._forget(number, done))
+        task.add_done_callback(partial(self._forget, number))
 
     def _forget(self, number: int, done: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        unanswered = done.cancelled() and number in self._abandonable  # it was cancelled before its first step
-        if unanswered and not self._writer.is_closing():
-            self._writer.write(wire.frame(wire.Fault(number, self._cut_short(read=True).problem())))
+        if done.cancelled() and number in self._abandonable:  # it was cancelled before its first step
+            self._send(wire.Fault(number, self._cut_short(read=True).problem()))
         self._abandonable.discard(number)
 
     def _cut_short(self, *, read: bool) -> KVTierError:
@@ -152,10 +254,10 @@ class Connection:
         return Unavailable("the node is stopping") if self._ending else Closed("the request was cancelled")
 
     async def _serve(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
-        op = message.call if isinstance(message, wire.Ask) else type(message).__name__.lower()
+        op = _op(message)
         answer: wire.ToClient
         try:
-            with observed(self._observe, op if op in _OPS else "unknown"):
+            with observed(self._observe, op):
                 answer = await self._answer(message)
         except asyncio.CancelledError:
             answer = wire.Fault(message.id, self._cut_short(read=message.id in self._abandonable).problem())
@@ -165,37 +267,25 @@ class Connection:
             log.exception("request %s of %s failed", op, self._who)
             answer = wire.Fault(message.id, KVTierError(f"{op} failed inside the node").problem())
         self._abandonable.discard(message.id)  # from here on it is answered, and a cancellation changes nothing
-        await self._send(answer)
+        self._send(answer)
 
     async def _answer(self, message: wire.Ask | wire.Get | wire.Publish) -> wire.ToClient:
         match message:
             case wire.Ask():
-                return wire.Reply(message.id, msgspec.Raw(msgspec.msgpack.encode(await self._call(message))))
+                return _reply(message, await self._call(message))
             case wire.Get():
                 return await self._get(message)
             case wire.Publish():
-                return wire.Published(message.id, await self._publish(message))
+                return await self._publish(message)
 
-    async def _send(self, message: wire.ToClient) -> None:
-        if self._writer.is_closing():
+    def _send(self, message: wire.ToClient) -> None:
+        if self._transport is None or self._transport.is_closing():
             return
         frame = wire.frame(message)
         if len(frame) > wire.MAX_FRAME and not isinstance(message, wire.Fault):
             error = Overloaded(f"the answer would be {len(frame)} bytes, more than {wire.MAX_FRAME}: ask for less at a time")
             frame = wire.frame(wire.Fault(message.id if not isinstance(message, wire.Welcome) else 0, error.problem()))
-        self._writer.write(frame)
-        await self._drain()
-
-    async def _drain(self) -> None:
-        """Wait for a client that reads its answers slowly."""
-        try:
-            async with asyncio.timeout(self._limits.stall):
-                await self._writer.drain()
-        except TimeoutError:
-            log.warning("closing the connection of %s: it does not read its answers", self._who)
-            self._writer.transport.abort()
-        except ConnectionError:
-            pass  # it is gone; the reader sees that too
+        self._transport.write(frame)
 
     # --- calls ---
 
@@ -203,64 +293,106 @@ class Connection:
         call = api.BY_NAME.get(ask.call)
         if call is None:
             raise Invalid(f"unknown call {ask.call[:64]!r}; known: {', '.join(api.BY_NAME)}")
-        try:
-            request: api.Request = msgspec.msgpack.decode(ask.body, type=call.request)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise Invalid(f"{call.name}: {error}") from None
+        request: api.Request = _decoded(msgspec.msgpack.Decoder(call.request), ask)
         return await self._service.call(self._tenant, call.name, request)
 
     # --- blocks ---
 
+    def _pinned(self, get: wire.Get) -> wire.Leased | None:
+        """Leases on blocks that are all in memory."""
+        if len(get.tokens) > min(_AT_ONCE, self._limits.leases - len(self._held)):
+            return None
+        check_deadline(get.deadline_ms)
+        pins = self._plane.pin_now(self._tenant, get.namespace, get.shard, get.prefixes, get.tokens)
+        if pins is None:
+            return None
+        first = self._held.add(pins)
+        return wire.Leased(get.id, first, [pin.offset for pin in pins], [pin.size for pin in pins], "")
+
     async def _get(self, get: wire.Get) -> wire.Leased:
         deadline_ms = check_deadline(get.deadline_ms)
-        links = [Link(PrefixId(text), tokens) for text, tokens in get.blocks]
-        allowed = links[: max(0, self._limits.leases - len(self._leases))]
-        leases, miss = await self._service.plane.get(
+        prefixes = unpack_prefixes(get.prefixes)
+        if len(prefixes) != len(get.tokens):
+            raise Invalid(f"{len(prefixes)} prefix_ids and {len(get.tokens)} lengths")
+        links = list(map(Link, prefixes, get.tokens))
+        allowed = links[: max(0, self._limits.leases - len(self._held))]
+        leases, miss = await self._plane.get(
             self._tenant, get.namespace, Shard.parse(get.shard), allowed, deadline_ms=deadline_ms, reach=get.reach
         )
         if not miss and len(allowed) < len(links):
             miss = "full"
-        return wire.Leased(get.id, [self._hold(lease) for lease in leases], miss)
+        first = self._held.add(leases)
+        return wire.Leased(get.id, first, [lease.offset for lease in leases], [lease.size for lease in leases], miss)
 
-    def _hold(self, lease: Lease) -> tuple[int, int, int]:
-        self._last_lease += 1
-        self._leases[self._last_lease] = lease
-        return self._last_lease, lease.offset, lease.view.nbytes
-
-    async def _publish(self, publish: wire.Publish) -> list[bool]:
-        plane, shard = self._service.plane, Shard.parse(publish.shard)
-        lengths: dict[int, int] = {}
-        for _, tokens, offset, length in publish.blocks:
-            if tokens not in lengths:
-                lengths[tokens] = await plane.payload_bytes(self._tenant, publish.namespace, shard, tokens)
-            if length != lengths[tokens]:
-                raise Invalid(f"a payload of {tokens} tokens has {lengths[tokens]} bytes here, not {length}")
+    def _published(self, publish: wire.Publish) -> wire.Published | None:
+        """Room for each block; the bytes are copied out of the window after the answer."""
+        for _, offset, length in publish.extents:
             if not self._window.holds(offset, length):
                 raise Invalid(f"bytes {offset} to {offset + length} are not inside the window of {self._window.size}")
+        tokens = [extent[0] for extent in publish.extents]
+        rooms = self._plane.rooms_now(self._tenant, publish.namespace, publish.shard, publish.prefixes, tokens)
+        if rooms is None:
+            return None
+        return self._landing(publish, rooms)
+
+    async def _publish(self, publish: wire.Publish) -> wire.Published:
+        """As `_published`, where the namespace must be looked for first."""
+        shard, prefixes = Shard.parse(publish.shard), unpack_prefixes(publish.prefixes)
+        if len(prefixes) != len(publish.extents):
+            raise Invalid(f"{len(prefixes)} prefix_ids and {len(publish.extents)} extents")
         rooms: list[Room | None] = []
-        done = 0
         try:
-            for text, tokens, _, _ in publish.blocks:
-                rooms.append(await plane.reserve(self._tenant, publish.namespace, shard, Link(PrefixId(text), tokens)))
-            extents = [(block[2], room.payload) for block, room in zip(publish.blocks, rooms, strict=True) if room is not None]
-            await plane.run(self._window.copy_out, extents)
-            done = len(rooms)
-            return await self._published(rooms)
-        finally:
-            for room in rooms[done:]:
-                if room is not None:
-                    room.abort()
+            for prefix, (tokens, _, _) in zip(prefixes, publish.extents, strict=True):
+                rooms.append(await self._plane.reserve(self._tenant, publish.namespace, shard, Link(prefix, tokens)))
+        except BaseException:
+            _abort(rooms)
+            raise
+        return self._landing(publish, rooms)
 
-    async def _published(self, rooms: Sequence[Room | None]) -> list[bool]:
-        outcomes = await asyncio.gather(*(room.publish() for room in rooms if room is not None), return_exceptions=True)
-        results = iter(outcomes)
-        taken = []
-        for room in rooms:
-            outcome = False if room is None else next(results)
-            if isinstance(outcome, BaseException):
-                log.error("a block of %s was dropped", self._who, exc_info=outcome)
-            taken.append(outcome is True)
-        return taken
+    def _landing(self, publish: wire.Publish, rooms: Sequence[Room | None]) -> wire.Published:
+        for room, (tokens, _, length) in zip(rooms, publish.extents, strict=True):
+            if room is not None and length != room.payload.nbytes:
+                expected = room.payload.nbytes
+                _abort(rooms)
+                raise Invalid(f"a payload of {tokens} tokens has {expected} bytes here, not {length}")
+        found = [room for room in rooms if room is not None]
+        if found:
+            copies = [(extent[1], room.payload) for extent, room in zip(publish.extents, rooms, strict=True) if room is not None]
+            self._draining += 1
+            self._drained.clear()
+            self._plane.land(self._tenant, found, partial(self._window.copy_out, copies), partial(self._copied, publish.id))
+        return wire.Published(publish.id, [room is not None for room in rooms], not found)
+
+    def _copied(self, number: int) -> None:
+        self._send(wire.Drained(number))
+        self._draining -= 1
+        if not self._draining:
+            self._drained.set()
 
 
-_OPS: Final = frozenset({"get", "publish", *api.BY_NAME})
+def _decoded(decoder: msgspec.msgpack.Decoder[T], ask: wire.Ask) -> T:
+    try:
+        return decoder.decode(ask.body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise Invalid(f"{ask.call}: {error}") from None
+
+
+def _reply(ask: wire.Ask, answer: api.Answer) -> wire.Reply:
+    return wire.Reply(ask.id, msgspec.Raw(msgspec.msgpack.encode(answer)))
+
+
+def _abort(rooms: Sequence[Room | None]) -> None:
+    for room in rooms:
+        if room is not None:
+            room.abort()
+
+
+def _op(message: wire.Ask | wire.Get | wire.Publish) -> str:
+    """As metrics call it."""
+    match message:
+        case wire.Get():
+            return "get"
+        case wire.Publish():
+            return "publish"
+        case wire.Ask():
+            return message.call if message.call in api.BY_NAME else "unknown"

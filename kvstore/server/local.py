@@ -147,20 +147,19 @@ class LocalServer:
             # Nothing was sent on this socket before, so a frame this small never waits for room.
             if socket.send_fds(accepted, [frame], [arena.fd, window.fd]) != len(frame):
                 raise ConnectionError("the welcome did not fit the socket's buffer")  # noqa: TRY301  the window is closed below
-            reader, writer = await asyncio.open_unix_connection(sock=accepted)
+            connection = Connection(
+                service=service,
+                tenant=tenant,
+                who=f"pid {peer.pid} of uid {peer.uid}",
+                window=window,
+                limits=self._limits,
+                observe=self._observe,
+            )
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
         except BaseException:
             window.close()
             raise
-        return Connection(
-            service=service,
-            tenant=tenant,
-            who=f"pid {peer.pid} of uid {peer.uid}",
-            window=window,
-            reader=reader,
-            writer=writer,
-            limits=self._limits,
-            observe=self._observe,
-        )
+        return connection
 
 
 async def _hello(accepted: socket.socket) -> wire.Hello:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstore import api
 from kvstore.ids import Link, Shard
@@ -41,6 +41,20 @@ class Room(Protocol):
         ...
 
 
+class Pin(Protocol):
+    """A block that is leased, in the arena."""
+
+    @property
+    def offset(self) -> int:
+        """Where it starts."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        ...
+
+
 class Plane(Protocol):
     """The data plane, as :class:`kvstore.service.plane.Plane` documents it."""
 
@@ -56,6 +70,28 @@ class Plane(Protocol):
         self, tenant: str, namespace: str, shard: Shard, links: Sequence[Link], *, deadline_ms: int, reach: str
     ) -> tuple[list[Lease], str]:
         """The leading run, and why it ended."""
+        ...
+
+    def pin_now(self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]) -> Sequence[Pin] | None:
+        """All of these blocks, if that can be told at once."""
+        ...
+
+    def unpin(self, tenant: str, pins: Sequence[Any]) -> None:
+        """Give back what `pin_now` gave."""
+        ...
+
+    def lookup_now(self, tenant: str, request: api.Lookup) -> api.Found | None:
+        """The answer to a look-up, if it can be told at once."""
+        ...
+
+    def rooms_now(
+        self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]
+    ) -> Sequence[Room | None] | None:
+        """Room for payloads, if the namespace is at hand; None for each that has none."""
+        ...
+
+    def land(self, tenant: str, rooms: Sequence[Any], copy: Callable[[], None], copied: Callable[[], None]) -> None:
+        """Take over rooms that `copy` fills on a thread; `copied` is called on the loop when it has."""
         ...
 
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:

@@ -202,6 +202,7 @@ class Service:
         fields = await self._registry.get(tenant, request.namespace)
         check_commit(request, fields)
         self._ttl(request.ttl_s)
+        await self.plane.settled(tenant)
         return await self._commits.commit(tenant, request, request.durability or self.settings.store.durability)
 
     async def fork(self, tenant: str, request: api.Fork) -> api.Session:

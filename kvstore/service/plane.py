@@ -14,17 +14,22 @@ import msgspec
 from kvstore import api, codec
 from kvstore.clock import Clock
 from kvstore.errors import Denied, Invalid, KVTierError, NotFound
-from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, prefix_id
+from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes, prefix_id, unpack_prefixes
 from kvstore.lifecycle.prestage import Turns
 from kvstore.model import Copy
-from kvstore.repo import want
+from kvstore.repo import BlockWant, want
+from kvstore.service.landing import Landing
+from kvstore.service.names import Names
 from kvstore.service.registry import Registry
 from tiering import DramSlot, DramTier, Flights, Lease, Miss, Movers, Origin, Reach, Stack, Want
+from tiering.dram import DramValue
 
 REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
 FARTHER: Final = list(REACH)
 MAX_SHARDS: Final = 4096
 _MOST_LOOKED_UP: Final = 8 * api.MAX_BLOCKS  # the loop looks at them in one go
+_UNSEALED: Final = 512 << 20  # copied and not digested; a quarter of memory is a bound too
+_NAMES: Final = 16  # shards of namespaces whose keys are remembered
 _LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
 
 
@@ -71,6 +76,11 @@ class Reads(msgspec.Struct):
     def asked(self, op: str, run: int, of: int) -> None:
         """One request found a leading run of so many blocks."""
         self.requests[f"{op} {'complete' if run == of else 'partial' if run else 'miss'}"] += 1
+
+    def pinned(self, tokens: Sequence[int]) -> None:
+        """One request got leases on all of its blocks, from memory."""
+        self.requests["get complete"] += 1
+        self.hit["dram"] += sum(tokens)
 
     def leased(self, links: Sequence[Link], leases: Sequence[Lease], miss: str) -> None:
         """One request for these blocks got these leases."""
@@ -133,11 +143,14 @@ class Plane:
     ) -> None:
         self.turns = turns
         self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
+        self._names: dict[tuple[str, str], Names] = {}
+        self._landing = Landing(movers, min(_UNSEALED, sum(each.dram.limit for each in tiers.values()) // 4))
         self._questions: Flights[Any] = Flights(lambda _: None, linger=_LINGER, linger_cost=_LINGER)
         self.reads = Reads()
 
     async def aclose(self) -> None:
-        """End questions to the bucket that nobody waits for."""
+        """Land what was published; end questions to the bucket that nobody waits for."""
+        await self._landing.aclose()
         await self._questions.aclose()
 
     @property
@@ -173,6 +186,7 @@ class Plane:
         """
         deadline = self._clock.monotonic() + deadline_ms / 1000 if deadline_ms else None
         stack, farthest = self.tiers(tenant).stack, tier_reach(reach)
+        await self.settled(tenant, deadline)
         fields = await self._fields(tenant, namespace, deadline)
         if isinstance(fields, Miss):
             run, miss = list[Lease](), fields.value
@@ -185,47 +199,145 @@ class Plane:
         self.reads.leased(links, run, miss)
         return run, miss
 
+    def pin_now(self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]) -> list[DramValue] | None:
+        """Lease all of these blocks if every one is in memory; None where that takes longer to tell (`get` does).
+
+        Args:
+            tenant: Whose.
+            namespace: Its id.
+            shard: Which shard, as text.
+            prefixes: PrefixIds, 32 bytes each.
+            tokens: The length of each.
+
+        Raises:
+            Invalid: A block is named wrongly.
+        """
+        names = self._known(tenant, namespace, shard)
+        if names is None:
+            return None
+        if len(prefixes) != 32 * len(tokens):
+            raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
+        found = self._tiers[tenant].dram.pin_all(names.keys(prefixes), names.sizes(tokens))
+        if found is not None:
+            self.reads.pinned(tokens)
+        return found
+
+    def unpin(self, tenant: str, pins: Iterable[DramValue]) -> None:
+        """Give back what `pin_now` gave."""
+        self._tiers[tenant].dram.unpin_all(pins)
+
+    def rooms_now(
+        self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]
+    ) -> list[Room | None] | None:
+        """As `reserve`, for several; None where the namespace is not at hand (`reserve` finds out)."""
+        names = self._known(tenant, namespace, shard)
+        if names is None:
+            return None
+        if len(prefixes) != 32 * len(tokens):
+            raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
+        fields, stack = names.namespace, self._tiers[tenant].stack
+        wants = block_wants(fields, names.shard, map(Link, unpack_prefixes(prefixes), tokens))
+        return [self._room(stack, fields, each) for each in wants]
+
+    def land(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None]) -> None:
+        """Take rooms over that `copy` will fill; see :class:`kvstore.service.landing.Landing`."""
+        self._landing.take(tenant, rooms, copy, copied)
+
+    async def settled(self, tenant: str, deadline: float | None = None) -> None:
+        """Wait for what the tenant has published by now. Whoever is told that a block is published finds it."""
+        if self._landing.pending(tenant):
+            await self._landing.settled(tenant, self._left(deadline))
+
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:
         """Room for one block's payload; None where everything that could make way is leased (counted as dropped)."""
         fields = await self._registry.get(tenant, namespace)
-        want = block_wants(fields, shard, [link])[0]
-        stack = self.tiers(tenant).stack
-        slot = stack.reserve(want)
+        return self._room(self.tiers(tenant).stack, fields, block_wants(fields, shard, [link])[0])
+
+    def _room(self, stack: Stack, fields: Namespace, wanted: Want) -> Room | None:
+        slot = stack.reserve(wanted)
         if isinstance(slot, Miss):
             return None
-        return Room(slot, BlockName(fields.id, shard, link.prefix_id, link.tokens), fields, stack, self._movers)
+        assert isinstance(wanted.ref, BlockWant)
+        return Room(slot, wanted.ref.name, fields, stack, self._movers)
 
     async def payload_bytes(self, tenant: str, namespace: str, shard: Shard, tokens: int) -> int:
         """Length of a block's payload, behind its header."""
         plan = codec.layout(await self._registry.get(tenant, namespace), shard, tokens)
         return plan.raw_bytes - plan.header_bytes
 
-    async def lookup(self, tenant: str, request: api.Lookup) -> api.Found:
-        """How much of a chain is somewhere. Local tiers are asked in one pass; the bucket only for what they lack."""
-        deadline = self._clock.monotonic() + request.deadline_ms / 1000
+    def lookup_now(self, tenant: str, request: api.Lookup) -> api.Found | None:
+        """How much of a chain is in the tiers of this node, if that is the whole answer; None where it takes longer (`lookup`).
+
+        Raises:
+            Invalid: The chain is named wrongly, or too long.
+        """
         if len(request.prefix_ids) > api.MAX_BLOCKS:
             raise Invalid(f"prefix_ids has {len(request.prefix_ids)} entries; at most {api.MAX_BLOCKS}")
+        if len(request.prefix_ids) * len(request.shards) > _MOST_LOOKED_UP:
+            raise Invalid(
+                f"{len(request.prefix_ids)} prefix_ids of {len(request.shards)} shards; at most {_MOST_LOOKED_UP} together"
+            )
         shards = parse_shards(request.shards)
-        if len(request.prefix_ids) * len(shards) > _MOST_LOOKED_UP:
-            raise Invalid(f"{len(request.prefix_ids)} prefix_ids of {len(shards)} shards; at most {_MOST_LOOKED_UP} together")
+        fields = self._registry.known(tenant, request.namespace)
+        if fields is None:
+            return None
+        tiers = self._here(tenant, fields, shards, request.prefix_ids)
+        elsewhere = request.reach == "bucket" and self._origin is not None
+        if len(tiers) < len(request.prefix_ids) and (elsewhere or self._landing.pending(tenant)):
+            return None
+        self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
+        return api.Found(run=len(tiers), tiers=tiers)
+
+    async def lookup(self, tenant: str, request: api.Lookup) -> api.Found:
+        """How much of a chain is somewhere. Local tiers are asked in one pass; the bucket only for what they lack."""
+        found = self.lookup_now(tenant, request)
+        if found is not None:
+            return found
+        deadline = self._clock.monotonic() + request.deadline_ms / 1000
+        await self.settled(tenant, deadline)
+        shards = parse_shards(request.shards)
         fields = await self._fields(tenant, request.namespace, deadline)
         if isinstance(fields, Miss):
             self.reads.asked("lookup", 0, len(request.prefix_ids))
             return api.Found(run=0, tiers=[])
-        links = [Link(prefix_id(text), fields.block_tokens) for text in request.prefix_ids]
-        stack = self.tiers(tenant).stack
-        places = [stack.locate([want.key for want in block_wants(fields, shard, links)]) for shard in shards]
-        tiers: list[str] = []
-        for column in zip(*places, strict=True):
-            if None in column:
-                break
-            tiers.append(max((str(tier) for tier in column), key=FARTHER.index))
-        if request.reach == "bucket" and len(tiers) < len(links) and self._origin is not None:
-            rest = links[len(tiers) :]
-            found = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False)
-            tiers += ["bucket"] * found
-        self.reads.asked("lookup", len(tiers), len(links))
+        tiers = self._here(tenant, fields, shards, request.prefix_ids)
+        if request.reach == "bucket" and len(tiers) < len(request.prefix_ids) and self._origin is not None:
+            rest = [Link(PrefixId(text), fields.block_tokens) for text in request.prefix_ids[len(tiers) :]]
+            found_there = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False)
+            tiers += ["bucket"] * found_there
+        self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
         return api.Found(run=len(tiers), tiers=tiers)
+
+    def _here(self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str]) -> list[str]:
+        """The farthest tier that every shard of a block is in, for each block of the leading run that is in this node's tiers."""
+        packed, stack = pack_prefixes(prefixes), self.tiers(tenant).stack
+        places = []
+        for shard in shards:
+            names = self._names_of(fields, str(shard), shard)
+            if prefixes:
+                names.sizes([fields.block_tokens])  # refuses a shard that is none of this namespace
+            places.append(stack.locate(names.keys(packed)))
+        if len(places) == 1:
+            column = places[0]
+            return [str(tier) for tier in (column[: column.index(None)] if None in column else column)]
+        tiers: list[str] = []
+        for columns in zip(*places, strict=True):
+            if None in columns:
+                break
+            tiers.append(max((str(tier) for tier in columns), key=FARTHER.index))
+        return tiers
+
+    def _known(self, tenant: str, namespace: str, shard: str) -> Names | None:
+        fields = self._registry.known(tenant, namespace)
+        return None if fields is None else self._names_of(fields, shard)
+
+    def _names_of(self, fields: Namespace, text: str, shard: Shard | None = None) -> Names:
+        names = self._names.get((fields.id, text))
+        if names is None:
+            if len(self._names) >= _NAMES:
+                self._names.clear()
+            names = self._names[fields.id, text] = Names(fields, shard or Shard.parse(text))
+        return names
 
     async def _lengthen(
         self,

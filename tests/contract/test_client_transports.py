@@ -92,6 +92,7 @@ async def test_b33_twenty_puts_of_one_block_all_succeed(kv, service):
     links = links_of(NS, 1)
     taken = await asyncio.gather(*(kv.put(NS, SHARD, links, filler(links)) for _ in range(20)))
     assert taken == [[True]] * 20
+    await service.plane.settled("default")
     assert service.plane.tiers["default"].count == 1
 
 

@@ -8,8 +8,9 @@ import msgspec
 
 from kvstore import api, codec
 from kvstore.errors import Invalid, NotFound
-from kvstore.ids import BlockName, Namespace, Shard, chain, prefix_id
+from kvstore.ids import BlockName, Link, Namespace, Shard, chain, prefix_id, unpack_prefixes
 from kvstore.keys import check_id
+from kvstore.service.landing import Landing
 from tiering import DramTier, Miss, Movers, Want
 
 VERSION = "0.1.0"
@@ -44,6 +45,7 @@ class FakePlane:
 
     def __init__(self, tiers, movers):
         self.tiers, self.movers = tiers, movers
+        self.landing = Landing(movers, 64 << 20)
         self.namespaces = {}
         self.uids = {tenant: {os.getuid()} for tenant in tiers}
         self.gate = None
@@ -72,6 +74,7 @@ class FakePlane:
         return Want(BlockName(namespace, shard, prefix_id(link.prefix_id), link.tokens).tier_key, size)
 
     async def get(self, tenant, namespace, shard, links, *, deadline_ms, reach):
+        await self.settled(tenant)
         wants = [self.want(tenant, namespace, shard, link) for link in links]
         if self.gate is not None:
             self.waiting += 1
@@ -86,6 +89,28 @@ class FakePlane:
                 return run, found.value
             run.append(found)
         return run, ""
+
+    def pin_now(self, tenant, namespace, shard, prefixes, tokens):
+        if self.gate is not None:
+            return None
+        links = map(Link, unpack_prefixes(prefixes), tokens)
+        wants = [self.want(tenant, namespace, Shard.parse(shard), link) for link in links]
+        return self.tiers[tenant].pin_all([want.key for want in wants], [want.size for want in wants])
+
+    def unpin(self, tenant, pins):
+        self.tiers[tenant].unpin_all(pins)
+
+    def lookup_now(self, tenant, request):
+        return None
+
+    def rooms_now(self, tenant, namespace, shard, prefixes, tokens):
+        return None
+
+    def land(self, tenant, rooms, copy, copied):
+        self.landing.take(tenant, rooms, copy, copied)
+
+    async def settled(self, tenant):
+        await self.landing.settled(tenant)
 
     async def reserve(self, tenant, namespace, shard, link):
         slot = Miss.FULL if self.full else self.tiers[tenant].reserve(self.want(tenant, namespace, shard, link))
@@ -122,6 +147,7 @@ class FakeService:
         return api.Done()
 
     async def lookup(self, tenant, request):
+        await self.plane.settled(tenant)
         fields = self.plane.namespace(tenant, request.namespace)
         names = [BlockName(fields.id, SHARD, prefix, fields.block_tokens).tier_key for prefix in request.prefix_ids]
         here = self.plane.tiers[tenant].contains_many(names)

@@ -69,6 +69,10 @@ def framed(body):
     return len(body).to_bytes(4, "little") + body
 
 
+def get_of(number, link):
+    return wire.Get(number, NS.id, str(SHARD), bytes.fromhex(link.prefix_id), [link.tokens], 0, "dram")
+
+
 class Raw:
     """A client that sends what it likes."""
 
@@ -228,7 +232,14 @@ async def test_another_protocol_is_refused(raw):
 
 @pytest.mark.parametrize(
     "first",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\5\0\0\0hello", wire.frame(wire.Release([1])), b"\1\x10\0\0"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0\0\0\0",
+        b"\xff\xff\xff\xff",
+        b"\5\0\0\0hello",
+        wire.frame(wire.Release([(1, 1)])),
+        b"\1\x10\0\0",
+    ],
 )
 async def test_garbage_instead_of_a_hello_is_refused(raw, server, first):
     client = await raw(hello=False)
@@ -339,11 +350,13 @@ async def test_a_read_is_a_view_of_the_arena_not_a_copy(server, service, path):
         await until(lambda: leased(service) == 0)
 
 
-async def test_b32_the_window_overwritten_after_publication_changes_nothing(server, path):
+async def test_b32_the_window_overwritten_after_it_was_drained_changes_nothing(server, path):
     async with kvstore.open(url(path)) as kv:
         links = links_of(NS, 8)
         await kv.put(NS, SHARD, links, filler(links))
-        window = kv._transport._connection.window
+        connection = kv._transport._connection
+        await until(lambda: not connection._draining)
+        window = connection.window
         window[:] = b"\xee" * len(window)
         with await kv.get(NS, SHARD, links) as blocks:
             for link, lease in zip(links, blocks.leases, strict=True):
@@ -398,8 +411,8 @@ async def test_a_block_larger_than_the_window_is_refused_with_the_remedy(service
 async def test_extents_outside_the_window_are_refused(raw, service, offset, length):
     client = await raw()
     service.plane.namespaces[NS.id] = NS
-    block = (links_of(NS, 1)[0].prefix_id, 16, offset, length)
-    fault = await answer(client, wire.Publish(1, NS.id, str(SHARD), [block]))
+    prefix = bytes.fromhex(links_of(NS, 1)[0].prefix_id)
+    fault = await answer(client, wire.Publish(1, NS.id, str(SHARD), prefix, [(16, offset, length)]))
     assert (fault.id, fault.problem.kind) == (1, "invalid")
     assert service.plane.tiers["default"].used == 0
     assert isinstance(await answer(client, wire.Ask(2, "health", msgspec.Raw(b"\x80"))), wire.Reply)
@@ -409,11 +422,12 @@ async def test_a_write_that_waits_for_room_is_told_when_the_node_goes(server, se
     async with kvstore.open(url(path)) as kv:
         links = links_of(NS, 1)
         await kv.put(NS, SHARD, links, filler(links))
+        await until(lambda: not kv._transport._connection._draining)
         assert kv._transport._connection.space.take_now(4 << 20) == 0
         waiting = asyncio.create_task(kv.put(NS, SHARD, links, filler(links)))
         await asyncio.sleep(0.01)
         for connection in server._connections:
-            connection._writer.transport.abort()
+            connection.abort()
         with pytest.raises(Unavailable):
             await waiting
 
@@ -456,7 +470,7 @@ async def test_what_a_killed_client_published_is_kept(raw, service, server):
     with mmap.mmap(client.fds[1], 4 << 20) as window:
         window[:65600] = pattern(link, 65600)
     await until(lambda: server.connections == 1)
-    client.send(wire.Publish(1, NS.id, str(SHARD), [(link.prefix_id, 16, 0, 65600)]))
+    client.send(wire.Publish(1, NS.id, str(SHARD), bytes.fromhex(link.prefix_id), [(16, 0, 65600)]))
     client.close()
     await until(lambda: server.connections == 0)
     [lease], _ = await service.plane.get("default", NS.id, SHARD, [link], deadline_ms=0, reach="dram")
@@ -548,7 +562,7 @@ async def test_opening_and_closing_leaves_no_descriptor_and_no_mapping(server, p
         wire.frame(wire.Hello(1, VERSION, "acme")),
         wire.frame(wire.Ask(0, "health", msgspec.Raw(b"\x80"))),
         wire.frame(wire.Ask(-3, "health", msgspec.Raw(b"\x80"))),
-        framed(msgspec.msgpack.encode(["Release", list(range(70000))])),
+        framed(msgspec.msgpack.encode(["Release", [(1, 1)] * 70000])),
         framed(b"\x91" * 5000 + b"\xc0"),
     ],
 )
@@ -565,7 +579,7 @@ async def test_a_request_number_in_use_ends_the_connection(raw, service):
     service.plane.gate = asyncio.Event()
     service.plane.namespaces[NS.id] = NS
     client = await raw()
-    get = wire.Get(7, NS.id, str(SHARD), [(links_of(NS, 1)[0].prefix_id, 16)], 0, "dram")
+    get = get_of(7, links_of(NS, 1)[0])
     client.send(get)
     fault = await answer(client, get)
     assert (fault.id, fault.problem.kind) == (0, "corrupt")
@@ -588,8 +602,8 @@ async def test_more_requests_than_allowed_are_answered_as_overload(raw, service)
     service.plane.gate = asyncio.Event()
     service.plane.namespaces[NS.id] = NS
     client = await raw()
-    block = [(links_of(NS, 1)[0].prefix_id, 16)]
-    frames = b"".join(wire.frame(wire.Get(n, NS.id, str(SHARD), block, 0, "dram")) for n in range(1, wire.MAX_IN_FLIGHT + 2))
+    link = links_of(NS, 1)[0]
+    frames = b"".join(wire.frame(get_of(n, link)) for n in range(1, wire.MAX_IN_FLIGHT + 2))
     fault = await answer(client, frames)
     assert (fault.id, fault.problem.kind) == (wire.MAX_IN_FLIGHT + 1, "overloaded")
     service.plane.gate.set()
@@ -600,10 +614,10 @@ async def test_every_request_is_answered_once_also_when_it_is_cancelled(raw, ser
     service.plane.gate = asyncio.Event()
     service.plane.namespaces[NS.id] = NS
     client = await raw()
-    block = [(links_of(NS, 1)[0].prefix_id, 16)]
+    link = links_of(NS, 1)[0]
     frames = b""
     for number in range(1, 41):  # cancelled before its first step, and while it waits
-        frames += wire.frame(wire.Get(number, NS.id, str(SHARD), block, 0, "dram"))
+        frames += wire.frame(get_of(number, link))
         frames += wire.frame(wire.Cancel(number)) if number % 2 else b""
     client.send(frames)
     await until(lambda: service.plane.waiting == 20)
@@ -623,7 +637,7 @@ async def test_a_client_that_does_not_read_is_dropped_with_its_leases(service, p
             await kv.put(NS, SHARD, links, filler(links))
         client = await asyncio.to_thread(Raw, path)
         await asyncio.to_thread(client.hello)
-        client.send(wire.Get(1, NS.id, str(SHARD), [(links[0].prefix_id, 16)], 0, "dram"))
+        client.send(get_of(1, links[0]))
         ask = msgspec.Raw(msgspec.msgpack.encode(api.OfSession(id="s")))
         client.send(b"".join(wire.frame(wire.Ask(number, "get_session", ask)) for number in range(2, 50)))
         await until(lambda: server.connections == 0 and leased(service) == 0)
@@ -716,7 +730,7 @@ async def test_a_node_that_vanishes_leaves_it_open_whether_a_change_was_made(pat
             ]
             await until(lambda: {"commit", "get_session"} <= {name for _, name, _ in service.calls})
             for connection in server._connections:
-                connection._writer.transport.abort()
+                connection.abort()
             errors = await asyncio.gather(*running, return_exceptions=True)
             assert [error.kind for error in errors] == ["outcome_unknown", "unavailable"]
         never.set()

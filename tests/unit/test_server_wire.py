@@ -9,9 +9,9 @@ from kvstore.errors import Corrupt, Unsupported
 MESSAGES = [
     wire.Hello(1, "0.1.0", "default"),
     wire.Ask(1, "stats", msgspec.Raw(b"\x80")),
-    wire.Get(2, "ab", "t0of1.p0of1.g0", [("cd", 16)], 250, "bucket"),
-    wire.Publish(3, "ab", "t0of1.p0of1.g0", [("cd", 16, 0, 4096)]),
-    wire.Release([1, 2, 3]),
+    wire.Get(2, "ab", "t0of1.p0of1.g0", b"\xcd" * 32, [16], 250, "bucket"),
+    wire.Publish(3, "ab", "t0of1.p0of1.g0", b"\xcd" * 32, [(16, 0, 4096)]),
+    wire.Release([(1, 3)]),
     wire.Cancel(9),
 ]
 
@@ -47,9 +47,9 @@ def test_a_frames_length_is_bounded_before_anything_is_read(length):
 
 
 def test_a_batch_is_bounded_before_its_elements_are_made():
-    wire.parse_to_node(msgspec.msgpack.encode(["Release", [0] * wire.MAX_BATCH]))
+    wire.parse_to_node(msgspec.msgpack.encode(["Release", [(0, 0)] * wire.MAX_BATCH]))
     with pytest.raises(Corrupt, match="65536"):
-        wire.parse_to_node(msgspec.msgpack.encode(["Release", [0] * (wire.MAX_BATCH + 1)]))
+        wire.parse_to_node(msgspec.msgpack.encode(["Release", [(0, 0)] * (wire.MAX_BATCH + 1)]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""The blocking client's short way to a node on this host: reads, look-ups and writes on the calling thread.
+
+What the node cannot answer at once (`Later`), and whatever goes wrong, takes the long way instead, over the loop; the answer is
+the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore import api, codec, wire
+from kvstore.blocks import Blocks
+from kvstore.client.fork import Birth
+from kvstore.client.handshake import Met
+from kvstore.client.line import Extent, Line
+from kvstore.client.transport import Fill, block_patience, check_batch, patience
+from kvstore.errors import KVTierError, Unavailable
+from kvstore.ids import Link, Namespace, Shard, pack_prefixes
+
+SPACE_S: Final = 10.0  # a write waits that long for room in the window; then what is left is dropped
+PIECE: Final = 4 << 20  # filled and published together: small pieces stay in the cache, and let the node begin early
+_POLL_S: Final = 0.0002
+_MOST: Final = 4096  # blocks; more take the long way
+_found: Final = msgspec.msgpack.Decoder(api.Found)
+
+
+class Direct:
+    """One line, opened when it is first needed and again when it was lost.
+
+    Args:
+        meet: Connects, on whatever loop.
+    """
+
+    def __init__(self, meet: Callable[[], Met]) -> None:
+        self._meet = meet
+        self._birth = Birth()
+        self._opening = threading.Lock()
+        self._line: Line | None = None
+        self._closed = False
+
+    def get(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int, reach: api.Tier) -> Blocks | None:
+        """All of these blocks, from memory; None where that takes the long way."""
+        if len(links) > _MOST or (line := self._ready()) is None:
+            return None
+        packed, tokens = pack_prefixes([link.prefix_id for link in links]), [link.tokens for link in links]
+        named, part = namespace.id, shard.text
+        try:
+            answer = line.ask(
+                lambda number: wire.Get(number, named, part, packed, tokens, deadline_ms, reach, wait=False),
+                block_patience(deadline_ms),
+            )
+            return line.lend(answer) if isinstance(answer, wire.Leased) else None
+        except TimeoutError:
+            return Blocks([], "timeout")
+        except KVTierError:
+            if line.lost is None:
+                raise
+            return None
+
+    def lookup(self, request: api.Lookup) -> api.Found | None:
+        """The answer, from the node's memory; None where that takes the long way."""
+        if len(request.prefix_ids) > _MOST or (line := self._ready()) is None:
+            return None
+        body = msgspec.Raw(msgspec.msgpack.encode(request))
+        try:
+            answer = line.ask(lambda number: wire.Ask(number, "lookup", body, wait=False), patience("lookup", request))
+        except TimeoutError:
+            return api.Found(run=0, tiers=[])
+        except KVTierError:
+            if line.lost is None:
+                raise
+            return None
+        return _found.decode(answer.body) if isinstance(answer, wire.Reply) else None
+
+    def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool] | None:
+        """Whether each block was taken; None where that takes the long way. `fill` is called on this thread."""
+        check_batch(links)
+        if (line := self._ready()) is None:
+            return None
+        sizes = [codec.layout(namespace, shard, link.tokens).payload_bytes for link in links]
+        if max(sizes, default=0) > len(line.window):
+            return None  # the long way says what to do about it
+        taken: list[bool] = []
+        while len(taken) < len(links):
+            first = len(taken)
+            extents = _room(line, sizes[first:])
+            if not extents:
+                break
+            _fill(line, first, extents, fill)
+            taken += _publish(line, namespace, shard, links[first : first + len(extents)], extents)
+        return taken + [False] * (len(links) - len(taken))
+
+    def close(self) -> None:
+        """Let go of the line, and of every lease."""
+        self._closed = True
+        line = self._line
+        if line is not None and self._birth.here:
+            line.lost = line.lost or Unavailable("the client closed the connection")
+            line.close()
+
+    def _ready(self) -> Line | None:
+        """A line; None where it must be opened by a thread that is not this one, or cannot be."""
+        line = self._line
+        if line is not None and line.lost is None:
+            self._birth.check()
+            return line
+        if self._closed or not self._birth.here:
+            return None  # the long way says so
+        with self._opening:
+            if self._line is None or self._line.lost is not None:
+                try:
+                    self._line = Line(self._meet())
+                except KVTierError:
+                    return None
+            return self._line
+
+
+def _room(line: Line, sizes: Sequence[int]) -> list[Extent]:
+    """Extents for the next few blocks, at least one; none where there was no room in time."""
+    ends = time.monotonic() + SPACE_S
+    line.listen()
+    while not (extents := line.take_room(sizes, PIECE)) and time.monotonic() < ends:
+        time.sleep(_POLL_S)
+        line.listen()
+    return extents
+
+
+def _fill(line: Line, first: int, extents: Sequence[Extent], fill: Fill) -> None:
+    end = max(offset + size for offset, size in extents)
+    try:
+        if not line.window_pages.ready(end):
+            line.window_pages.fill(end)
+        for index, (offset, size) in enumerate(extents, first):
+            fill(index, line.window[offset : offset + size])
+    except BaseException:
+        line.give_room(extents)
+        raise
+
+
+def _publish(line: Line, namespace: Namespace, shard: Shard, links: Sequence[Link], extents: Sequence[Extent]) -> list[bool]:
+    packed, named, part = pack_prefixes([link.prefix_id for link in links]), namespace.id, shard.text
+    blocks = [(link.tokens, offset, size) for link, (offset, size) in zip(links, extents, strict=True)]
+    try:
+        return line.publish(lambda number: wire.Publish(number, named, part, packed, blocks), extents, block_patience(0))
+    except TimeoutError:
+        raise Unavailable("the node did not take over what was published in time", kind="timeout") from None

@@ -1,0 +1,266 @@
+"""A blocking connection to a node on this host: the calling thread sends, and waits for the answer itself.
+
+Only what the node answers at once goes this way, so one exchange at a time is enough for any number of threads, and none of them
+pays for an event loop on another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from kvstore import wire
+from kvstore.client.fork import ParentSocket
+from kvstore.client.handshake import Met
+from kvstore.client.lending import LentBlocks, lend, runs
+from kvstore.client.pages import Pages
+from kvstore.client.window import Extents
+from kvstore.errors import Corrupt, KVTierError, Unavailable
+
+Extent = tuple[int, int]
+"""Offset and length in the write window."""
+_PART: Final = 1 << 18
+
+
+class Line:
+    """Once `lost`, it stays lost.
+
+    Attributes:
+        lost: Why it ended, or None.
+        window: The write window.
+        window_pages: Its page table.
+        close: Ends it. A second call does nothing.
+    """
+
+    def __init__(self, met: Met) -> None:
+        self.lost: KVTierError | None = None
+        self.window = memoryview(met.window)
+        self.window_pages = Pages(met.window, writable=True)
+        self._room, self._rooms = Extents(len(met.window)), threading.Lock()
+        self._arena = memoryview(met.arena)
+        self._arena_pages = Pages(met.arena, writable=False)
+        self._populating: threading.Thread | None = None
+        self._socket = met.socket
+        self._socket.setblocking(True)
+        self._patience = -1.0
+        self._guard = ParentSocket(self._socket.fileno())
+        self._turn = threading.Lock()
+        self._input = bytearray()
+        self._last = 0
+        self._unwanted: set[int] = set()  # requests that nobody waits for any more
+        self._given: deque[int] = deque()  # leases to give back
+        self._drained: dict[int, Sequence[Extent]] = {}  # extents that are free when a publication is drained
+        self.close = weakref.finalize(self, _close, self._socket, self._arena_pages, self.window_pages)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node still holds its leases."""
+        return self.lost is None
+
+    # --- exchanges ---
+
+    def ask(self, make: Callable[[int], wire.ToNode], patience_s: float) -> wire.ToClient:
+        """One request, and its answer.
+
+        Args:
+            make: Builds the message for a request number.
+            patience_s: How long to wait for it.
+
+        Raises:
+            TimeoutError: It did not come in time.
+            Unavailable: The connection was lost.
+            KVTierError: Whatever the node answered.
+        """
+        answer = self._exchange(make, patience_s)
+        if isinstance(answer, wire.Fault):
+            raise answer.problem.error()
+        return answer
+
+    def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent], patience_s: float) -> list[bool]:
+        """Publish what lies in these extents of the window, which are free again when the node says so. Raises as `ask`.
+
+        Returns:
+            Whether each block was taken.
+        """
+        answer = self.ask(lambda number: self._publishing(number, make, extents), patience_s)
+        if not isinstance(answer, wire.Published) or len(answer.taken) != len(extents):
+            raise Unavailable("the node answered a publication with something else")
+        return answer.taken
+
+    def _publishing(self, number: int, make: Callable[[int], wire.ToNode], extents: Sequence[Extent]) -> wire.ToNode:
+        self._drained[number] = extents
+        return make(number)
+
+    def listen(self) -> None:
+        """Hear what the node has to say unasked, without waiting. Raises `Unavailable`."""
+        if not self._turn.acquire(blocking=False):
+            return  # whoever has the turn hears it
+        try:
+            self._check()
+            while self._read(socket.MSG_DONTWAIT):
+                while (message := self._message()) is not None:
+                    self._heard(message)
+        except (OSError, KVTierError) as error:
+            raise self._lose(error) from None
+        finally:
+            self._turn.release()
+
+    def _exchange(self, make: Callable[[int], wire.ToNode], patience_s: float) -> wire.ToClient:
+        if not self._turn.acquire(timeout=patience_s):
+            raise TimeoutError
+        try:
+            self._check()
+            number = self._last = self._last + 1
+            frame = wire.frame(make(number))
+            self._be_patient(patience_s)
+            try:
+                self._socket.sendall(self._giving() + frame if self._given else frame)
+                while True:
+                    while (message := self._message()) is None:
+                        self._read(0)
+                    answers = not isinstance(message, wire.Welcome) and message.id == number
+                    self._heard(message)
+                    if answers:
+                        return message
+            except (TimeoutError, KeyboardInterrupt):
+                self._unwanted.add(number)  # its answer is still to come
+                raise
+        except (OSError, KVTierError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise self._lose(error) from None
+        finally:
+            self._turn.release()
+            if self._given:
+                self._flush()
+
+    def _be_patient(self, seconds: float) -> None:
+        if seconds != self._patience:  # not settimeout(): that costs a poll() before every call
+            whole = int(seconds)
+            value = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._patience = seconds
+
+    def _read(self, flags: int) -> bool:
+        """More input; False where there is none now."""
+        try:
+            part = self._socket.recv(_PART, flags)
+        except BlockingIOError:
+            if flags:
+                return False
+            raise TimeoutError from None
+        if not part:
+            raise ConnectionResetError
+        self._input += part
+        return True
+
+    def _message(self) -> wire.ToClient | None:
+        """The next message, where all of it is here."""
+        data = self._input
+        if len(data) < 4:
+            return None
+        end = 4 + wire.body_length(data[:4])
+        if len(data) < end:
+            return None
+        message = wire.parse_to_client(data[4:end])
+        del data[:end]
+        return message
+
+    def _heard(self, message: wire.ToClient) -> None:
+        match message:
+            case wire.Drained() | wire.Published(drained=True):
+                self._free(message.id)
+            case wire.Fault():
+                if not message.id:
+                    raise message.problem.error()
+                self._free(message.id)
+            case wire.Welcome():
+                raise Corrupt("a second welcome")
+            case wire.Leased() if message.id in self._unwanted:
+                self._given.extend(range(message.first, message.first + len(message.offsets)))
+        if self._unwanted:
+            self._unwanted.discard(message.id)
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def _lose(self, error: OSError | KVTierError) -> KVTierError:
+        """The reason, from now on."""
+        if self.lost is None:
+            self.lost = error if isinstance(error, KVTierError) else Unavailable("the node closed the connection")
+            self.close()
+        return self.lost
+
+    # --- the write window ---
+
+    def take_room(self, sizes: Iterable[int], most: int) -> list[Extent]:
+        """Extents for the first few of these lengths, `most` bytes together or a single one; none where there is no room now."""
+        extents = list[Extent]()
+        with self._rooms:
+            for size in sizes:
+                most -= size
+                offset = self._room.take(size) if most >= 0 or not extents else None
+                if offset is None:
+                    break
+                extents.append((offset, size))
+        return extents
+
+    def give_room(self, extents: Iterable[Extent]) -> None:
+        """Give back extents that were not published."""
+        with self._rooms:
+            for offset, nbytes in extents:
+                self._room.give(offset, nbytes)
+
+    def _free(self, number: int) -> None:
+        extents = self._drained.pop(number, None)
+        if extents is not None:
+            self.give_room(extents)
+
+    # --- leases ---
+
+    def lend(self, leased: wire.Leased) -> LentBlocks:
+        """The blocks of an answer. Raises `Corrupt`."""
+        if self._populating is None:  # in the background, for whom a page fault on first use is no disaster
+            self._populating = threading.Thread(target=self._arena_pages.fill, args=(len(self._arena),), daemon=True)
+            self._populating.start()
+        try:
+            return lend(self._arena, leased, self)
+        except Corrupt as error:
+            self._lose(error)
+            raise
+
+    def give_back(self, leases: Sequence[int]) -> None:
+        """Give back leases, from any thread; whoever is in an exchange takes them along."""
+        self._given.extend(leases)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._given and self.lost is None and self._turn.acquire(blocking=False):
+            try:
+                self._socket.sendall(self._giving())
+            except OSError as error:
+                self._lose(error)
+            finally:
+                self._turn.release()
+
+    def _giving(self) -> bytes:
+        given = self._given
+        numbers = [given.popleft() for _ in range(len(given))]
+        parts = (numbers[start : start + wire.MAX_BATCH] for start in range(0, len(numbers), wire.MAX_BATCH))
+        return b"".join(wire.frame(wire.Release(runs(part))) for part in parts)
+
+
+def _close(connection: socket.socket, *pages: Pages) -> None:
+    for each in pages:
+        each.stop()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+    connection.close()

@@ -1,0 +1,49 @@
+"""Tier keys and sizes of blocks, remembered: the same ones are asked for again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore import codec
+from kvstore.ids import Namespace, Shard, tier_key, tier_key_head, unpack_prefixes
+
+_KEYS: Final = 8192  # remembered for one shard of a namespace
+
+
+class Names:
+    """Of one shard of a namespace: tier keys by PrefixId (32 bytes), raw lengths by tokens.
+
+    Attributes:
+        namespace: Whose.
+        shard: Which.
+    """
+
+    __slots__ = ("_head", "_keys", "_sizes", "namespace", "shard")
+
+    def __init__(self, namespace: Namespace, shard: Shard) -> None:
+        self.namespace, self.shard = namespace, shard
+        self._head = tier_key_head(namespace.id, shard)
+        self._keys: dict[bytes, bytes] = {}
+        self._sizes: dict[int, int] = {}
+
+    def keys(self, prefixes: bytes) -> list[bytes]:
+        """The tier key of each. Raises `Invalid`."""
+        split = [prefixes[at : at + 32] for at in range(0, len(prefixes), 32)]
+        found = list(map(self._keys.get, split))
+        if None not in found:
+            return found  # type: ignore[return-value]  # looked at in the line above
+        if len(self._keys) + len(split) > _KEYS:
+            self._keys = {}
+        made = [tier_key(self._head, text) for text in unpack_prefixes(prefixes)]
+        if len(split) <= _KEYS:
+            self._keys.update(zip(split, made, strict=True))
+        return made
+
+    def sizes(self, tokens: Sequence[int]) -> list[int]:
+        """The raw length of each. Raises `Invalid`."""
+        for length in set(tokens).difference(self._sizes):
+            if len(self._sizes) >= _KEYS:
+                self._sizes = {}
+            self._sizes[length] = codec.layout(self.namespace, self.shard, length).raw_bytes
+        return [self._sizes[length] for length in tokens]
