@@ -11,6 +11,7 @@ import numpy as np
 from kvstore import codec
 from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, block_id
 from kvstore.model import BlockRef, Copy, Manifest
+from kvstore.repo.slices import sliced
 from tiering import Lease
 
 TOKEN_IDS: Final = "token_ids"  # noqa: S105  the tokens of a language model, no secret
@@ -30,21 +31,23 @@ class Block(NamedTuple):
     ref: BlockRef | None = None
 
 
-def unfold(manifest: Manifest | None, n: int) -> list[Block]:
+async def unfold(manifest: Manifest | None, n: int) -> list[Block]:
     """The first `n` blocks of a manifest."""
     if manifest is None:
         return []
-    return [
-        Block(Link(block.prefix_id, block.tokens), {manifest.shards[copy.shard]: copy for copy in block.copies}, block)
-        for block in manifest.blocks[:n]
-    ]
+    shards = manifest.shards
+
+    def blocks(refs: Sequence[BlockRef]) -> list[Block]:
+        return [Block(Link(ref.prefix_id, ref.tokens), {shards[copy.shard]: copy for copy in ref.copies}, ref) for ref in refs]
+
+    return await sliced(blocks, manifest.blocks[:n])
 
 
-def fold(
+async def fold(
     blocks: Sequence[Block], namespace: Namespace, labels: dict[str, str], now: float, before: Manifest | None = None
 ) -> Manifest:
     """A manifest of these blocks. Those that came from `before` keep their spelling where the shards are the same."""
-    shards = tuple(sorted({shard for block in blocks for shard in block.copies}))
+    shards = tuple(sorted(set(await sliced(lambda some: {shard for block in some for shard in block.copies}, blocks))))
     order = {shard: index for index, shard in enumerate(shards)}
     same = before is not None and before.shards == shards
 
@@ -61,7 +64,7 @@ def fold(
         tokens=tokens_of(block.link for block in blocks),
         labels=labels,
         created=now,
-        blocks=tuple(map(spelled, blocks)),
+        blocks=tuple(await sliced(lambda some: map(spelled, some), blocks)),
     )
 
 

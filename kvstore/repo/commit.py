@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy as shallow
+from functools import partial
+from typing import Self
 
 import msgspec
 from blake3 import blake3
@@ -15,6 +18,7 @@ from kvstore.repo.families import Addition, Edit, MovedError, Settled
 from kvstore.repo.heads import next_version, renewed, versions_of
 from kvstore.repo.manifests import Manifests, made_by
 from kvstore.repo.root import Root
+from kvstore.repo.slices import sliced
 from kvstore.repo.uploads import Uploads, Wanted
 
 
@@ -91,8 +95,16 @@ class Commit:
         self._elsewhere = {(block.link.prefix_id, shard): copy for block in elsewhere for shard, copy in block.copies.items()}
         self._cut = cutter(proposal.namespace, proposal.shards, source)
         self._unfolded: dict[str, list[Block]] = {}
+        self._shards = {text: Shard.parse(text) for text in proposal.shards}
+        self._names: dict[tuple[int, str], BlockName] = {}
         self.branches = frozenset({branch})
         self.write_id = scoped(branch, proposal.write_id)
+
+    def of(self, family: str) -> Self:
+        """The same, of a family that was not known before."""
+        other = shallow(self)
+        other._family = family  # noqa: SLF001  one of ours
+        return other
 
     async def decide(self, head: Head) -> Settled[Committed] | Edit[Committed] | Addition[Committed]:
         """Step 6: what of this head is kept, and whether anything is added.
@@ -107,10 +119,10 @@ class Commit:
         if self.made(branch):
             return Settled(await self.landed(head))
         manifest = await self._manifest(branch.manifest)
-        stored = self._first(branch.manifest, manifest, branch.n)
+        stored = await self._first(branch.manifest, manifest, branch.n)
         have = links_of(stored)
         run = common(have, want.links)
-        whole = all(block.copies.keys() >= set(want.shards) for block in stored[:run])
+        whole = not await sliced(self._lacking, stored[:run])
         merging = False
         if branch.seq == want.base:  # an edited continuation is an edit, not a conflict
             same = run == len(have) == len(want.links) and whole
@@ -154,7 +166,7 @@ class Commit:
         manifest = self._ledger.manifests.known(key) if key else None
         if key and manifest is None:
             return
-        stored, links = self._first(branch.manifest, manifest, branch.n), self._proposal.links
+        stored, links = await self._first(branch.manifest, manifest, branch.n), self._proposal.links
         keep = stored[: common(links_of(stored), links)]
         blocks = await self._secured(head, keep, range(len(links)), epoch)
         if links and not blocks and self._branch not in head.branches:
@@ -203,14 +215,14 @@ class Commit:
             raise MovedError(name)
         return found
 
-    def _first(self, name: str, manifest: Manifest | None, n: int) -> list[Block]:
+    async def _first(self, name: str, manifest: Manifest | None, n: int) -> list[Block]:
         """The first `n` blocks of a manifest; it is taken apart once, however often it is looked at."""
         if name not in self._unfolded:
-            self._unfolded[name] = unfold(manifest, MAX_BLOCKS)
+            self._unfolded[name] = await unfold(manifest, MAX_BLOCKS)
         return self._unfolded[name][:n]
 
     async def _links(self, version: Version) -> list[Link]:
-        return links_of(self._first(version.manifest, await self._manifest(version.manifest), version.n))
+        return links_of(await self._first(version.manifest, await self._manifest(version.manifest), version.n))
 
     async def _grew(self, branch: Branch) -> bool:
         """Whether the branch only grew since the base: no edit and no rewind in between, as far as its history tells."""
@@ -235,11 +247,11 @@ class Commit:
         result = [*blocks, *keep[len(blocks) :]]
         kept = want.links[: len(blocks)] if cut else want.links
         done = self._done(answer, kept, cut=cut)
-        if manifest is not None and cut and result == self._first(branch.manifest, manifest, branch.n):
+        if manifest is not None and cut and result == await self._first(branch.manifest, manifest, branch.n):
             return Settled(msgspec.structs.replace(done, version=min(answer, branch.seq)))
         now = await ledger.root.now()
         labels = want.labels if want.labels is not None else manifest.labels if manifest is not None else {}
-        made = fold(result, want.namespace, labels, now, manifest)
+        made = await fold(result, want.namespace, labels, now, manifest)
         name = await ledger.manifests.put(self._tenant, self._family, epoch, made, self.write_id)
         new = next_version(branch, manifest=name, n=len(result), at=now, history=ledger.history)
         if want.ttl is not None or branch.sliding or self._branch not in head.branches:
@@ -256,34 +268,49 @@ class Commit:
             epoch: As R2 has it.
         """
         want = self._proposal
-        lacking = [index for index in span if index >= len(keep) or not keep[index].copies.keys() >= set(want.shards)]
-        named = self._named(head, lacking)
+        lacking = await sliced(lambda some: [at for at in some if at >= len(keep) or self._lacking((keep[at],))], span)
+        named = await self._named(head, lacking)
         rows: dict[int, dict[str, Copy | None]] = {}
-        for index in lacking:
-            held = keep[index].copies if index < len(keep) else {}
-            rows[index] = {shard: named.get((index, shard)) for shard in want.shards} | dict(held)
-        asked = [(index, shard) for index, row in rows.items() for shard, copy in row.items() if copy is None]
-        wanted = [self._wanted(want.links[index], shard) for index, shard in asked]
+
+        def asked(some: Sequence[int]) -> list[tuple[int, str]]:
+            for index in some:
+                held = keep[index].copies if index < len(keep) else {}
+                rows[index] = {shard: named.get((index, shard)) for shard in want.shards} | dict(held)
+            return [(index, shard) for index in some for shard, copy in rows[index].items() if copy is None]
+
+        absent = await sliced(asked, lacking)
+        wanted = await sliced(lambda some: [self._wanted(index, shard) for index, shard in some], absent)
         stored = await self._ledger.uploads.secure(wanted, want.namespace, epoch, self._source)
-        for (index, shard), copy in zip(asked, stored, strict=True):
+        for (index, shard), copy in zip(absent, stored, strict=True):
             rows[index][shard] = copy
-        blocks: list[Block] = []
-        for index in span:
+
+        def block(index: int) -> Block | None:
             if index not in rows:
-                blocks.append(keep[index])
-                continue
+                return keep[index]
             copies = {shard: copy for shard, copy in rows[index].items() if copy is not None}
-            if len(copies) < len(rows[index]):
+            return Block(want.links[index], copies) if len(copies) == len(rows[index]) else None
+
+        blocks: list[Block] = []
+        for each in await sliced(lambda some: map(block, some), span):
+            if each is None:
                 break
-            blocks.append(Block(want.links[index], copies))
+            blocks.append(each)
         return blocks
 
-    def _wanted(self, link: Link, shard: str) -> Wanted:
+    def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those without a copy of every shard asked for."""
+        return [block for block in blocks if not block.copies.keys() >= self._shards.keys()]
+
+    def _wanted(self, index: int, shard: str) -> Wanted:
+        link = self._proposal.links[index]
+        name = self._names.get((index, shard))
+        if name is None:  # kept, as its digest is what costs
+            name = BlockName(self._proposal.namespace.id, self._shards[shard], link.prefix_id, link.tokens)
+            self._names[index, shard] = name
         copy = self._elsewhere.get((link.prefix_id, shard))
-        name = BlockName(self._proposal.namespace.id, Shard.parse(shard), link.prefix_id, link.tokens)
         return Wanted(name, () if copy is None else (copy,))
 
-    def _named(self, head: Head, indices: Sequence[int]) -> Mapping[tuple[int, str], Copy]:
+    async def _named(self, head: Head, indices: Sequence[int]) -> Mapping[tuple[int, str], Copy]:
         """What older versions of this branch name of these blocks: it is kept at any age, so it need not be stored again."""
         branch, links = head.branches.get(self._branch), self._proposal.links
         named: dict[tuple[int, str], Copy] = {}
@@ -292,11 +319,15 @@ class Commit:
             manifest = self._ledger.manifests.known(key) if version.manifest else None
             if manifest is None:
                 continue
-            for index in indices:
-                block = manifest.blocks[index] if index < min(version.n, len(manifest.blocks)) else None
-                if block is not None and block.prefix_id == links[index].prefix_id:  # a name stands for its place as well
-                    named.update({(index, manifest.shards[copy.shard]): copy for copy in block.copies})
+            named.update(await sliced(partial(_the_same, manifest, min(version.n, len(manifest.blocks)), links), indices))
         return named
+
+
+def _the_same(manifest: Manifest, n: int, links: Sequence[Link], indices: Sequence[int]) -> list[tuple[tuple[int, str], Copy]]:
+    """Copies of those of these blocks that are at the same place among the first `n`: a name stands for its place as well."""
+    refs = [(index, manifest.blocks[index]) for index in indices if index < n]
+    same = [(index, ref) for index, ref in refs if ref.prefix_id == links[index].prefix_id]
+    return [((index, manifest.shards[copy.shard]), copy) for index, ref in same for copy in ref.copies]
 
 
 def scoped(branch: str, write_id: str) -> str:

@@ -13,7 +13,8 @@ from kvstore.ids import Shard
 from kvstore.keys import manifest_name
 from kvstore.model import MAX_BLOCKS, MAX_MANIFEST_BYTES, Manifest, dump, parse
 from kvstore.objects.base import CREATE, Absent, Unchanged
-from kvstore.repo.root import Root
+from kvstore.repo.root import Root, Run
+from kvstore.repo.slices import SLICE
 
 _COMPRESS_ABOVE: Final = 16 * 1024
 _FIRST_READ: Final = 256 * 1024  # one request for nearly all manifests, and little memory for any
@@ -28,10 +29,11 @@ class Manifests:
     Args:
         root: Where.
         cached: Bytes of decoded manifests kept in memory.
+        run: Encodes large ones on a thread.
     """
 
-    def __init__(self, root: Root, cached: int) -> None:
-        self._root = root
+    def __init__(self, root: Root, cached: int, run: Run) -> None:
+        self._root, self._run = root, run
         self._cache: LRUCache[str, tuple[Manifest, int]] = LRUCache(max(cached, 1), getsizeof=lambda entry: entry[1])
 
     async def put(self, tenant: str, family: str, epoch: int, manifest: Manifest, write: str = "") -> str:
@@ -42,15 +44,11 @@ class Manifests:
         Raises:
             Invalid: It could not be read again: too many blocks or shards, or a block before the last one that is not full.
         """
-        wrong = _wrong(manifest)
-        if wrong:
-            raise Invalid(f"this version cannot be stored: {wrong}")
         fresh = self._root.ids.new()
         name = manifest_name(epoch, write[:_MAKER] + fresh[_MAKER:] if write else fresh)
         key = self._root.keys.manifest(tenant, family, name)
-        await self._root.put(
-            key, pack(manifest, key), CREATE
-        )  # False: an earlier try of ours landed, for nobody else knows this name
+        body = _checked(manifest, key) if len(manifest.blocks) <= SLICE else await self._run(_checked, manifest, key)
+        await self._root.put(key, body, CREATE)  # False: an earlier try of ours landed, for nobody else knows this name
         self._remember(key, manifest)
         return name
 
@@ -96,6 +94,13 @@ class Manifests:
 def made_by(name: str, write: str) -> bool:
     """Whether a manifest of that name was made by the commit with that write id."""
     return bool(write) and name.partition("-")[2].startswith(write[:_MAKER])
+
+
+def _checked(manifest: Manifest, key: str) -> bytes:
+    wrong = _wrong(manifest)
+    if wrong:
+        raise Invalid(f"this version cannot be stored: {wrong}")
+    return pack(manifest, key)
 
 
 def pack(manifest: Manifest, key: str) -> bytes:

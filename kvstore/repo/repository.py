@@ -78,7 +78,7 @@ class Repo:
         self.root, self.settings = root, settings
         self.epochs = Epochs(root)
         self.heads = Heads(root, 2 * settings.cached_sessions)
-        self.manifests = Manifests(root, settings.cached_manifests)
+        self.manifests = Manifests(root, settings.cached_manifests, run)
         self.families = Families(root, self.heads, self.epochs)
         self.finder = Finder(root, Names(root, settings.cached_sessions), self.heads, self.manifests)
         self.uploads = Uploads(root, run, settings.codec, inflight=settings.inflight, known=settings.known_blocks)

@@ -18,6 +18,7 @@ from kvstore.objects.base import CREATE, OVERWRITE, Absent
 from kvstore.objects.gate import ByteGate
 from kvstore.repo.chains import Source
 from kvstore.repo.root import FIRST_EPOCH, Root, Run
+from kvstore.repo.slices import sliced
 from kvstore.repo.together import together
 from tiering import Lease
 
@@ -95,7 +96,7 @@ class Uploads:
             epoch: As R2 has it.
             source: Bytes on this node.
         """
-        copies: list[Copy | None] = [self._fresh(block.name, epoch) for block in wanted]
+        copies = await sliced(lambda some: [self._fresh(block.name, epoch) for block in some], wanted)
         missing = [index for index, copy in enumerate(copies) if copy is None]
         step = 1
         while missing:

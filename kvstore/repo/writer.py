@@ -123,7 +123,7 @@ class Writer:
             AlreadyExists: The name is taken.
             NotFound: The first block is gone.
         """
-        blocks = unfold(manifest, n)
+        blocks = await unfold(manifest, n)
         fields = await self._root.namespace(manifest.namespace)
         if fields is None:
             raise NotFound(f"namespace {manifest.namespace} is not known under this root")
@@ -238,11 +238,11 @@ class Writer:
         """PUT an empty open head, commit the branch, then name it."""
         for _ in range(_TRIES):
             branch = self._root.ids.new()
-            await Commit(self._ledger, place.tenant, "", branch, proposal, source, start, copies).ahead(Head(), self._epochs.latest)
+            commit = Commit(self._ledger, place.tenant, "", branch, proposal, source, start, copies)
+            await commit.ahead(Head(), self._epochs.latest)
             family = await self._family(place.tenant)
-            commit = Commit(self._ledger, place.tenant, family, branch, proposal, source, start, copies)
             try:
-                done = await self._families.run(self._key(place.tenant, family), commit)
+                done = await self._families.run(self._key(place.tenant, family), commit.of(family))
             except Gone:
                 continue
             await self.name(place, family, branch, proposal.write_id)
@@ -269,7 +269,7 @@ class Writer:
                 return own, False
             return place, proposal.base == 0
         main, manifest = await self._finder.reading(place.tenant, main)
-        if await _share(links_of(unfold(manifest, main.branch.n)), links, proposal, source):
+        if await _share(links_of(await unfold(manifest, min(main.branch.n, 1))), links, proposal, source):
             if main.position is not None:
                 self._families.seed(self._key(place.tenant, main.family), main.position)
             return place, False
@@ -303,7 +303,7 @@ class _Opening:
 
     async def _build(self, epoch: int) -> Swap[tuple[Branch, Manifest]]:
         now = await self._ledger.root.now()
-        manifest = fold([], self._namespace, self._labels, now)
+        manifest = await fold([], self._namespace, self._labels, now)
         name = await self._ledger.manifests.put(self._tenant, self._family, epoch, manifest)
         branch = renewed(msgspec.structs.replace(self._start, manifest=name, at=now), now)
         return Swap({self._branch: branch}, (branch, manifest))
