@@ -1,9 +1,13 @@
 """How soon a node acknowledges a restore, with many heads cached, while it collects and restores for others.
 
-Three processes: the node (`kvtier serve`), the load (collections one after the other, and so many restores always under way, of
-more bytes than the DRAM tier has), and this one, which asks. Baseline, in the same run: the call `health` by the same client.
+Three processes: the node (`kvtier serve`), the load (collections without a pause, and so many restores always under way, of more
+bytes than the DRAM tier has), and this one, which asks. Baselines, in turns with it: the call `health` by the same client, and
+`echo`, a byte to a plain process and back, which is what the machine itself makes anybody wait.
 
-    python benchmarks/restore_ack.py [--store memory|seaweed] [--heads 10000] [--restores 50] [--samples 1000]
+With a store that would be on other machines, `--store-nice 19` is a stand-in for those: the server has only the processor time that
+nobody else wants. Without it, the store has the priority that `kvtier up` gives it.
+
+    python benchmarks/restore_ack.py [--store memory|seaweed] [--store-nice 19] [--heads 10000] [--restores 50] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ import argparse
 import asyncio
 import itertools
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +42,23 @@ NS = Namespace(
 )  # 257 KiB a block
 BLOCKS, DRAM = 24, "128MiB"  # of each big session; 50 of them have more than twice that
 AT_ONCE = 32
-PAUSE_S = 0.01  # so that what is asked adds little to the load
+PAUSE_S = 0.005  # so that what is asked adds little to the load
+LOOK_EVERY = 50  # samples, at which the node is asked what is under way
+WARM_UP_S = 3.0
+SPARE = 8  # restores of the load beyond those that are promised: one that ended takes a moment to be followed by the next
 DICE = np.random.default_rng(1)
 
 
 @contextmanager
 def node(store: str, folder: Path) -> Iterator[dict[str, str]]:
-    """A node in a process of its own; where it can be reached."""
-    flags = {"store.url": store, "dram.size": DRAM, "node.listen": "127.0.0.1:0", "node.socket": f"{folder}/node.sock"}
+    """A node in a process of its own; where it can be reached. It keeps its collector, which remembers idle heads."""
+    flags = {
+        "store.url": store,
+        "dram.size": DRAM,
+        "node.listen": "127.0.0.1:0",
+        "node.socket": f"{folder}/node.sock",
+        "lifecycle.collect_interval": "1h",
+    }
     sets = [text for name, value in flags.items() for text in ("--set", f"{name}={value}")]
     command = [*KVTIER, "serve", "--format", "json", "--log-level", "warning", *sets]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -83,26 +98,38 @@ async def populate(kv: Client, heads: int, restores: int) -> None:
 
 
 async def load(url: str, restores: int) -> None:
-    """Collections, and `restores` restores under way, until it is killed."""
+    """Collections, the next one waiting when one ends, and `restores` restores under way, until it is killed."""
     async with kvstore.open(url) as kv:
 
         async def restore(index: int) -> None:
             for turn in itertools.count():
-                await kv.wait(await kv.restore(f"big {(index + 7 * turn) % restores}", namespace=NS, hold_ms=turn % 2))
+                await kv.wait(await kv.restore(f"big {(index + 7 * turn) % restores}", namespace=NS, hold_ms=index))
 
         async def collect() -> None:
             while True:
                 await kv.collect()
 
         print("ready", flush=True)
-        await asyncio.gather(collect(), *map(restore, range(restores)))
+        await asyncio.gather(collect(), collect(), *map(restore, range(restores + SPARE)))
+
+
+async def echo(path: str) -> None:
+    """A plain server that says what it was told."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line)
+            await writer.drain()
+
+    async with await asyncio.start_unix_server(serve, path) as serving:
+        print("ready", flush=True)
+        await serving.serve_forever()
 
 
 @contextmanager
-def loading(url: str, restores: int) -> Iterator[None]:
-    """The load, in a process of its own."""
-    command = [sys.executable, __file__, "--load", url, "--restores", str(restores)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def beside(*what: str) -> Iterator[None]:
+    """This file in a process of its own, doing something else."""
+    with subprocess.Popen([sys.executable, __file__, *what], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
@@ -111,55 +138,138 @@ def loading(url: str, restores: int) -> Iterator[None]:
             process.kill()
 
 
+@asynccontextmanager
+async def echoing(folder: Path) -> AsyncIterator[Ask]:
+    """A question to a plain process."""
+    path = f"{folder}/echo.sock"
+    with beside("--echo", path):
+        reader, writer = await asyncio.open_unix_connection(path)
+
+        async def ask() -> bytes:
+            writer.write(b"\n")
+            return await reader.readline()
+
+        try:
+            yield ask
+        finally:
+            writer.close()
+
+
 Ask = Callable[[], Coroutine[Any, Any, object]]
+Times = dict[str, list[list[float]]]  # by question: of each round, the milliseconds
 
 
-async def sample(asks: Sequence[Ask], samples: int) -> list[list[float]]:
+class Looks:
+    """What was under way, whenever somebody looked."""
+
+    def __init__(self) -> None:
+        self.restores: list[int] = []
+        self.collecting: list[bool] = []
+        self.collections = self.restored = 0
+
+    def look(self, stats: api.Stats) -> None:
+        """Once more."""
+        self.restores.append(stats.restores)
+        self.collecting.append(stats.collector.running)
+
+    def between(self, before: api.Stats, after: api.Stats) -> None:
+        """What came to an end in a round."""
+        self.collections += sum(after.collector.runs.values()) - sum(before.collector.runs.values())
+        self.restored += sum(after.restored.values()) - sum(before.restored.values())
+
+    def facts(self) -> dict[str, object]:
+        """For the report."""
+        return {
+            "restores_least": min(self.restores),
+            "looks": len(self.restores),
+            "looks_while_collecting": sum(self.collecting),
+            "collections_ended": self.collections,
+            "restores_ended": self.restored,
+        }
+
+
+async def sample(kv: Client, asks: Mapping[str, Ask], samples: int, looks: Looks | None) -> dict[str, list[float]]:
     """Milliseconds of each, in turns."""
-    took: list[list[float]] = [[] for _ in asks]
-    for _ in range(samples):
-        for ask, times in zip(asks, took, strict=True):
+    took: dict[str, list[float]] = {name: [] for name in asks}
+    for index in range(samples):
+        for name, ask in asks.items():
             await asyncio.sleep(PAUSE_S)
             started = time.perf_counter()
             await ask()
-            times.append((time.perf_counter() - started) * 1000)
+            took[name].append((time.perf_counter() - started) * 1000)
+        if looks is not None and index % LOOK_EVERY == 0:
+            looks.look(await kv.stats())
     return took
 
 
-async def measure(url: str, face: str, heads: int, restores: int, samples: int, facts: dict[str, object]) -> None:
-    """Acknowledgements of an idle node, then of a busy one."""
+async def measure(url: str, loaded: str, ping: Ask, options: argparse.Namespace, times: Mapping[str, Times], looks: Looks) -> None:
+    """A round: acknowledgements of an idle node, then of a busy one, whose load comes by its socket."""
     async with kvstore.open(url) as kv:
 
         async def restore() -> api.RestoreStatus:
-            return await kv.restore(f"small {DICE.integers(heads)}", namespace=NS)
+            return await kv.restore(f"small {DICE.integers(options.heads)}", namespace=NS)
 
-        report(face, "idle", await sample([restore, kv.health], samples // 4), facts)
-        with loading(url, restores):
-            await asyncio.sleep(2)
-            before, took = await kv.stats(), await sample([restore, kv.health], samples)
-            after = await kv.stats()
-        done = sum(after.restored.values()) - sum(before.restored.values())
-        runs = sum(after.collector.runs.values()) - sum(before.collector.runs.values())
-        report(face, "busy", took, facts | {"restored": done, "collections": runs, "restores_running": after.restores})
-
-
-def report(face: str, state: str, took: Sequence[list[float]], facts: dict[str, object]) -> None:
-    """One line: p50 and p99 of the acknowledgement and of the baseline."""
-    line: dict[str, object] = {"name": f"restore_ack_{face}_{state}", "unit": "ms", "samples": len(took[0])}
-    for name, times in zip(("ack", "health"), map(sorted, took), strict=True):
-        line |= {f"{name}_p50": round(times[len(times) // 2], 3), f"{name}_p99": round(times[len(times) * 99 // 100], 3)}
-    print(msgspec.json.encode(line | facts | {"load_average": os.getloadavg()[0]}).decode(), flush=True)
+        asks: dict[str, Ask] = {"ack": restore, "health": kv.health, "echo": ping}
+        await quiet(kv)
+        add(times["idle"], await sample(kv, asks, options.samples // 2, None))
+        with beside("--load", loaded, "--restores", str(options.restores)):
+            await asyncio.sleep(WARM_UP_S)
+            before = await kv.stats()
+            add(times["busy"], await sample(kv, asks, options.samples, looks))
+            looks.between(before, await kv.stats())
 
 
-async def run(kind: str, heads: int, restores: int, samples: int) -> None:
+async def quiet(kv: Client) -> None:
+    """Wait for what a load had asked for that was killed."""
+    while (await kv.stats()).restores:  # noqa: ASYNC110  the node is another process
+        await asyncio.sleep(0.1)
+
+
+def add(times: Times, took: Mapping[str, list[float]]) -> None:
+    """One more round."""
+    for name, found in took.items():
+        times[name].append(found)
+
+
+def report(face: str, state: str, times: Times, facts: Mapping[str, object]) -> None:
+    """One line: medians over the rounds of p50 and p99, and the longest of all."""
+    line: dict[str, object] = {"name": f"restore_ack_{face}_{state}", "unit": "ms"}
+    for name, rounds in times.items():
+        ranked = [sorted(found) for found in rounds]
+        for part in (50, 99):
+            line[f"{name}_p{part}"] = round(statistics.median(found[len(found) * part // 100] for found in ranked), 2)
+        line[f"{name}_max"] = round(max(found[-1] for found in ranked), 2)
+    line |= {"rounds": len(times["ack"]), "samples": sum(map(len, times["ack"]))}
+    print(msgspec.json.encode({**line, **facts}).decode(), flush=True)
+
+
+def give_way(process: int, nice: int) -> None:
+    """Of a server that leads a session: where the kernel groups by session, the group has a priority besides its processes'."""
+    os.setpriority(os.PRIO_PGRP, process, nice)
+    group = Path(f"/proc/{process}/autogroup")
+    if group.exists():
+        group.write_text(str(nice))
+
+
+async def run(options: argparse.Namespace) -> None:
     """Everything."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, server() if kind == "seaweed" else nullcontext() as started:
+    seaweed = options.store == "seaweed"
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, server() if seaweed else nullcontext() as started:
         store = f"s3://{started[0].bucket}/kv?endpoint={started[0].endpoint}" if started else "memory://bench"
         with node(store, Path(name)) as ready:
-            async with kvstore.open(ready["url"]) as kv:
-                await populate(kv, heads, restores)
-            for face, url in (("http", ready["http"]), ("unix", ready["url"])):
-                await measure(url, face, heads, restores, samples, {"store": kind, "heads": heads, "restores": restores})
+            async with kvstore.open(ready["url"]) as kv, echoing(Path(name)) as ping:
+                await populate(kv, options.heads, options.restores)
+                if started and options.store_nice is not None:
+                    give_way(started[0].pid, options.store_nice)
+                for face, url in (("http", ready["http"]), ("unix", ready["url"])):
+                    times: dict[str, Times] = {state: defaultdict(list) for state in ("idle", "busy")}
+                    looks = Looks()
+                    for _ in range(options.rounds):
+                        await measure(url, ready["url"], ping, options, times, looks)
+                    facts = {name: getattr(options, name) for name in ("store", "store_nice", "heads", "restores")}
+                    facts |= {"cores": len(os.sched_getaffinity(0))}
+                    report(face, "idle", times["idle"], facts)
+                    report(face, "busy", times["busy"], facts | looks.facts())
 
 
 async def keep_loading(url: str, restores: int) -> None:
@@ -172,13 +282,18 @@ async def keep_loading(url: str, restores: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=["memory", "seaweed"], default="memory")
+    parser.add_argument("--store", choices=["memory", "seaweed"], default="seaweed")
+    parser.add_argument("--store-nice", type=int, help="Of the SeaweedFS; by default what `kvtier up` gives it.")
     parser.add_argument("--heads", type=int, default=10_000)
     parser.add_argument("--restores", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=300, help="Of each round.")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
         asyncio.run(keep_loading(options.load, options.restores))
+    elif options.echo:
+        asyncio.run(echo(options.echo))
     else:
-        asyncio.run(run(options.store, options.heads, options.restores, options.samples))
+        asyncio.run(run(options))

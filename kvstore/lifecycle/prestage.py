@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal
 
 Lane = Literal["near", "far", "speculative"]
-_AT_WORK: Final = 4  # interactive restores in each lane: more would share the same link or loop, all be late, and delay others
+_AT_WORK: Final = 2
+"""Interactive restores in each lane. Each has sixteen values on their way, which together fill a link; what more of them would have
+under way arrives together all the same, and one turn of the loop that takes in too much of it is the latency of everything else."""
 _GUESS: Final = 50e6  # bytes per second, until something was measured
 _WEIGHT: Final = 0.2  # of the newest measurement
 

@@ -1,7 +1,7 @@
 """The collector as a process of its own: `python -m kvstore.lifecycle.process`, started by a node, with jobs on its input.
 
-It runs at a low priority and shares no interpreter with the serving loop. It ends when its input does, so that none is left behind
-by a node that was killed.
+It runs at a low priority and shares no interpreter with the serving loop. It ends when its input does, so that none is left
+behind by a node that was killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -24,7 +25,7 @@ from kvstore.lifecycle.direct import DirectCollector
 from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup
 
 log = logging.getLogger(__name__)
-NICE: Final = 10
+NICE: Final = 10  # 19 would starve it where every core is busy for days: then nothing is ever collected
 _TELL_EVERY_S: Final = 1.0
 
 
@@ -99,6 +100,20 @@ async def _work(direct: DirectCollector, job: Job, clock: Clock) -> api.Collecte
         teller.tell()
 
 
-if __name__ == "__main__":
+def give_way() -> None:
+    """Leave most of a busy processor to others, and take it from nobody who wakes up.
+
+    A session of its own, which this process has, is a scheduling group of its own where the kernel groups by session
+    (`sched_autogroup_enabled`, the default of most distributions). Nice values then count only among the processes of one group, so
+    the group has to be told as well: https://man7.org/linux/man-pages/man7/sched.7.html.
+    """
     os.nice(NICE)
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICE))
+
+
+if __name__ == "__main__":
+    give_way()
     sys.exit(asyncio.run(serve()))

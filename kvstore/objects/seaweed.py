@@ -36,10 +36,14 @@ _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_000  # below the ports that outgoing co
 
 # The child asks to be killed when its parent dies (PR_SET_PDEATHSIG = 1), looks whether that has happened already, and becomes the
 # server: nothing is left running after a kill -9 of the parent. Killed, not asked to stop: without its folder it would not, and
-# what it acknowledged survives either way.
+# what it acknowledged survives either way. On a machine that has no time for both, the node, which answers engines, goes first: so
+# a lower priority, of the process and of the scheduling group that its session is (see kvstore.lifecycle.process).
 _RUN_WITH_PARENT: Final = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); parent = int(sys.argv[1]); "
-    "os.getppid() == parent or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+    "os.getppid() == parent or sys.exit(1); os.nice(5)\n"
+    "try: open('/proc/self/autogroup', 'w').write('5')\n"
+    "except OSError: pass\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -120,6 +124,11 @@ class SeaweedFS:
         finally:
             os.close(lock)
         return cls(folder, bucket, process, state)
+
+    @property
+    def pid(self) -> int:
+        """Of its process, which leads a session."""
+        return self._process.pid
 
     def settings(self) -> S3Settings:
         """How to reach its bucket."""

@@ -81,6 +81,9 @@ async def test_it_collects_the_bucket_at_low_priority_and_knows_no_secret_by_its
     assert (seen[-1].phase, seen[-1].deleted) == ("blocks", 41)
     pid = runner._process.pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+    assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+    group = Path(f"/proc/{pid}/autogroup")  # of its session; where there is none, nice values count among all processes
+    assert not group.exists() or group.read_text().endswith("nice 10\n")
     line = command_line(pid)
     assert seaweed.credentials.secret_key.encode() not in line
     assert url.encode() not in line
