@@ -41,6 +41,12 @@ def alive(pid) -> bool:
         return False
 
 
+def group_of(pid: int) -> str:
+    """Its session's priority; as expected where the kernel does not group by session, and nice values count among all processes."""
+    group = Path(f"/proc/{pid}/autogroup")
+    return group.read_text() if group.exists() else "nice 10\n"
+
+
 def command_line(pid) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
@@ -82,8 +88,7 @@ async def test_it_collects_the_bucket_at_low_priority_and_knows_no_secret_by_its
     pid = runner._process.pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
     assert os.sched_getscheduler(pid) == os.SCHED_BATCH
-    group = Path(f"/proc/{pid}/autogroup")  # of its session; where there is none, nice values count among all processes
-    assert not group.exists() or group.read_text().endswith("nice 10\n")
+    assert group_of(pid).endswith("nice 10\n")
     line = command_line(pid)
     assert seaweed.credentials.secret_key.encode() not in line
     assert url.encode() not in line
