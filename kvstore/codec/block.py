@@ -49,7 +49,7 @@ def seal(raw: memoryview, name: BlockName, ns: Namespace) -> None:
     digests = "".join(
         blake3(payload[start : start + size]).hexdigest() for start, size in zip(expected.offsets, expected.sizes, strict=True)
     )
-    view[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", list(expected.sizes), digests)
+    view[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", expected.sizes, digests)
 
 
 def verify(raw: memoryview, name: BlockName, ns: Namespace) -> None:
@@ -59,11 +59,16 @@ def verify(raw: memoryview, name: BlockName, ns: Namespace) -> None:
         Corrupt: They are not.
         Invalid: As `layout`, or the name is of another namespace.
     """
-    header, payload = _open(memoryview(raw).cast("B"), name, ns)
+    _verified(memoryview(raw).cast("B"), name, ns)
+
+
+def _verified(raw: memoryview, name: BlockName, ns: Namespace) -> Header:
+    header, payload = _open(raw, name, ns)
     if header.codec != "raw":
         raise Corrupt(f"block: codec {header.codec} where a raw object was expected")
     for index in range(len(header.digests)):
         _check(header, index, payload)
+    return header
 
 
 decode_in_place = verify  # a raw object that was read straight into its destination is decoded when it is verified
@@ -80,8 +85,8 @@ def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec) -> Enc
         Unsupported: The codec needs zstandard, which is not installed.
     """
     view = memoryview(raw).cast("B")
-    verify(view, name, ns)
-    expected = layout_of(name, ns)
+    known = _verified(view, name, ns)
+    expected = known.layout
     if codec == "raw":
         return Encoded(view, expected.header_bytes)
     parts: list[bytes | memoryview] = [b""]
@@ -95,12 +100,15 @@ def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec) -> Enc
         parts.extend(coded)
         sizes.append(sum(map(len, coded)))
         digests.append(digest.hexdigest())
-    parts[0] = header_of(expected, name.prefix_id, codec, sizes, "".join(digests))
+    parts[0] = header_of(expected, name.prefix_id, codec, sizes, "".join(digests), known.raw_digests)
     return Encoded(b"".join(parts), len(parts[0]))
 
 
 def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview) -> None:
     """Turn a stored object of any codec into the raw one, checking name, digests and lengths. On an error `into` holds garbage.
+
+    The digests of the raw tensors are taken from the stored header, which is checked, and not computed again: frames carry a
+    checksum of their content, and that pass would cost a sixth of the decoding. `verify` makes it.
 
     Args:
         stored: The whole object.
@@ -120,8 +128,9 @@ def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview)
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view, np.uint8))  # unlike a slice assignment, without the GIL
         verify(target, name, ns)  # what was copied, should somebody still write to `stored`
         return
+    expected = header.layout
     _decode(header, payload, 0, range(len(header.digests)), target)
-    seal(target, name, ns)
+    target[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", expected.sizes, header.raw_digests)
 
 
 def tensor_range(header: Header, first_layer: int, last_layer: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Final, get_args
 
@@ -17,6 +18,7 @@ from kvstore.ids import BlockName, Digest, Namespace, PrefixId
 
 _CODEC: Final = re.compile(rb'"codec":"([a-z0-9-]{1,16})"')
 _DIGESTS: Final = re.compile(rb'"digests":"([0-9a-f]*)"')
+_RAW_DIGESTS: Final = re.compile(rb'"raw_digests":"([0-9a-f]*)"')
 _ENDS: Final = re.compile(rb'"data_offsets":\[\d{1,12},(\d{1,12})\]')
 
 
@@ -29,6 +31,7 @@ class Header(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         header_bytes: Where the payload starts in the stored object.
         starts: Where each stored tensor starts, counted from the payload's first byte, and at the end where the last one ends.
         digests: BLAKE3-256 of each tensor's stored bytes.
+        raw_digests: Those of the raw tensors, in hex and without a separator, as a raw object's header spells them.
         digest: The block's.
     """
 
@@ -37,6 +40,7 @@ class Header(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     header_bytes: int
     starts: tuple[int, ...]
     digests: tuple[bytes, ...]
+    raw_digests: str
     digest: Digest
 
     @property
@@ -111,7 +115,7 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
         raise Corrupt(f"block header: cut after {view.nbytes} of {length} bytes")
     text = bytes(view[:length])
     digest = _checked_digest(text)
-    codec, ends, digests = _taken_apart(text, expected)
+    codec, ends, digests, raw_digests = _taken_apart(text, expected)
     starts = (0, *ends)
     if any(
         end - start not in stored_sizes(codec, spec, size)
@@ -120,7 +124,8 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
         raise Corrupt("block header: a tensor has an impossible length")
     # One spelling exists for these values, so this one comparison catches duplicate keys, gaps, overlaps, foreign names, wrong
     # dtypes and shapes, another block's identity and anything a JSON parser might be tricked with.
-    spelled = header_of(expected, name.prefix_id, codec, [end - start for start, end in pairwise(starts)], digests)
+    sizes = [end - start for start, end in pairwise(starts)]
+    spelled = header_of(expected, name.prefix_id, codec, sizes, digests, raw_digests)
     if spelled != text:
         raise Corrupt("block header: it is not the header of the block that was asked for")
     return Header(
@@ -129,25 +134,30 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
         header_bytes=length,
         starts=starts,
         digests=tuple(bytes.fromhex(digests[at : at + 64]) for at in range(0, len(digests), 64)),
+        raw_digests=raw_digests or digests,
         digest=digest,
     )
 
 
-def _taken_apart(text: bytes, expected: Layout) -> tuple[Codec, list[int], str]:
-    """The values that vary between headers of one block: codec, ends of the tensors, their digests in hex."""
+def _taken_apart(text: bytes, expected: Layout) -> tuple[Codec, list[int], str, str]:
+    """The values that vary between headers of one block: codec, ends of the tensors, digests in hex, and "" or the raw ones."""
     count = len(expected.specs)
     codec, digests = _CODEC.search(text), _DIGESTS.search(text)
     ends = [int(match[1]) for match in islice(_ENDS.finditer(text), count + 1)]
     if codec is None or digests is None or len(ends) != count or len(digests[1]) != 64 * count:
         raise Corrupt(f"block header: it does not describe {count} tensors")
-    name = codec[1].decode()
+    name, raw = codec[1].decode(), _RAW_DIGESTS.search(text)
+    if (raw is None) != (name == "raw") or (raw is not None and len(raw[1]) != 64 * count):
+        raise Corrupt(f"block header: it does not tell the digests of {count} raw tensors")
     for known in CODECS:
         if name == known:
-            return known, ends, digests[1].decode()
+            return known, ends, digests[1].decode(), raw[1].decode() if raw else ""
     raise Corrupt(f"block header: unknown codec {name!r}; known: {', '.join(get_args(Codec))}")
 
 
-def header_of(expected: Layout, prefix_id: PrefixId, codec: Codec, sizes: list[int], digests: str) -> bytes:
+def header_of(
+    expected: Layout, prefix_id: PrefixId, codec: Codec, sizes: Sequence[int], digests: str, raw_digests: str = ""
+) -> bytes:
     """The only right header for these stored sizes and digests."""
     raw = codec == "raw"
     return signed(
@@ -159,6 +169,7 @@ def header_of(expected: Layout, prefix_id: PrefixId, codec: Codec, sizes: list[i
             codec=codec,
             raw="" if raw else expected.raw_text,
             digests=digests,
+            raw_digests=raw_digests,
             entries=expected.entries
             if raw
             else spell_entries((spec.name, "U8", (size,), size) for spec, size in zip(expected.specs, sizes, strict=True)),

@@ -166,6 +166,7 @@ def layout(ns: Namespace, shard: Shard, tokens: int) -> Layout:
         codec="raw",
         raw="",
         digests=ZEROS * len(specs),
+        raw_digests="",
         entries=entries,
     )
     return Layout(

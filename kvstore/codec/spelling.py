@@ -34,7 +34,7 @@ def spell_entries(tensors: Iterable[Entry]) -> str:
 
 
 def spell_header(
-    *, namespace: str, shard: str, prefix_id: str, tokens: int, codec: str, raw: str, digests: str, entries: str
+    *, namespace: str, shard: str, prefix_id: str, tokens: int, codec: str, raw: str, digests: str, raw_digests: str, entries: str
 ) -> bytes:
     """A whole header, 64 zeros standing for the block's digest.
 
@@ -46,9 +46,10 @@ def spell_header(
         codec: Name of the codec.
         raw: Dtypes and shapes of the raw tensors, `;` between them; "" leaves the field out (the entries say it).
         digests: 64 hex digits for each tensor, in storage order, without a separator.
+        raw_digests: The same for the raw tensors; "" leaves the field out, as `raw`.
         entries: From `spell_entries`.
     """
-    was = f',"raw":"{raw}"' if raw else ""
+    was = f',"raw":"{raw}","raw_digests":"{raw_digests}"' if raw else ""
     text = (
         f'{_OPENING}{ZEROS}","namespace":"{namespace}","shard":"{shard}","prefix_id":"{prefix_id}","tokens":"{tokens}",'
         f'"codec":"{codec}","enc":"none"{was},"digests":"{digests}"}}{entries}}}'

@@ -183,9 +183,10 @@ def shape_text(shape):
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def header(ns, shard_text, prefix_id, tokens, codec, sizes, digests):
+def header(ns, shard_text, prefix_id, tokens, codec, sizes, digests, raw_digests=""):
     raw = tensors(ns, shard_text, tokens)
-    field = "" if codec == "raw" else ',"raw":"' + ";".join(dtype + shape_text(shape) for _, dtype, shape in raw) + '"'
+    shapes = ";".join(dtype + shape_text(shape) for _, dtype, shape in raw)
+    field = "" if codec == "raw" else f',"raw":"{shapes}","raw_digests":"{raw_digests}"'
     entries, at = "", 0
     for (name, dtype, shape), size in zip(raw, sizes, strict=True):
         if codec != "raw":
@@ -219,8 +220,12 @@ def read(data, ns, shard_text, prefix_id, tokens):
     if not codec or not digests or len(ends) != len(raw) + 1 or len(digests[1]) != 64 * len(raw):
         return None
     codec, digests = codec[1].decode(), digests[1].decode()
+    raw_digests = re.search(rb'"raw_digests":"([0-9a-f]*)"', head)
+    raw_digests = raw_digests[1].decode() if raw_digests else ""
+    if len(raw_digests) != (0 if codec == "raw" else 64 * len(raw)):
+        return None
     sizes = [end - start for start, end in zip(ends, ends[1:])]
-    if header(ns, shard_text, prefix_id, tokens, codec, sizes, digests) != head or len(payload) != ends[-1]:
+    if header(ns, shard_text, prefix_id, tokens, codec, sizes, digests, raw_digests) != head or len(payload) != ends[-1]:
         return None
     found = {}
     for index, tensor in enumerate(raw):

@@ -233,7 +233,8 @@ def test_headers_of_the_largest_models_stay_within_their_limit():
         shard = Shard(rank=4095, ranks=4096, stage=0, stages=1)
         found = codec.layout(ns, shard, 8192)
         assert found.header_bytes <= found.header_limit
-        largest = header_of(found, LINK, "bp-zstd", [coded_limit(size) for size in found.sizes], "0" * 64 * len(found.specs))
+        digests = "0" * 64 * len(found.specs)
+        largest = header_of(found, LINK, "bp-zstd", [coded_limit(size) for size in found.sizes], digests, digests)
         assert len(largest) <= found.header_limit
     with pytest.raises(Invalid, match="more than"):
         codec.layout(Namespace(model="x", revision="1", layers=200, kv_heads=64, head_dim=512, block_tokens=8192), Shard(), 8192)

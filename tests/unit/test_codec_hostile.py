@@ -50,7 +50,8 @@ def parts(kind):
 def assembled(kind, stored):
     """An object whose header is right in every respect for these stored tensors: only their content can be wrong."""
     digests = "".join(blake3(part).hexdigest() for part in stored)
-    return header_of(LAYOUT, NAME.prefix_id, kind, [len(part) for part in stored], digests) + b"".join(stored)
+    of_raw = "" if kind == "raw" else codec.stored_header(memoryview(RAW), NAME, NS).raw_digests
+    return header_of(LAYOUT, NAME.prefix_id, kind, [len(part) for part in stored], digests, of_raw) + b"".join(stored)
 
 
 def with_first(kind, frame):
@@ -236,6 +237,39 @@ EDITS = {
     "not JSON": (HEADER, b"\x80\x04\x95pickle"),
     "nothing": (HEADER, b""),
 }
+
+
+CODED = {
+    "no raw digests": (b'"raw_digests":"', b'"raw_digest_":"'),
+    "raw digests that are no hex": (b'"raw_digests":"', b'"raw_digests":"zz'),
+    "raw digests too long": (b'"raw_digests":"', b'"raw_digests":"' + b"0" * 64),
+    "raw digests twice": (b'"raw_digests":"', b'"raw_digests":"' + b"0" * 64 * len(LAYOUT.specs) + b'","raw_digests":"'),
+    "raw digests behind": (b'"enc":"none"', b'"enc":"none","raw_digests":"00"'),
+}
+
+
+@pytest.mark.parametrize("why", CODED)
+def test_a_coded_object_says_the_digests_of_its_raw_tensors_in_one_way(why):
+    header, payload = split(STORED["zstd"])
+    old, new = CODED[why]
+    assert old in header
+    refused(resigned(header.replace(old, new, 1), payload))
+
+
+def test_a_raw_object_does_not_say_its_digests_twice():
+    header, payload = split(STORED["raw"])
+    refused(resigned(header.replace(b',"digests"', b',"raw_digests":"' + b"0" * 64 * len(LAYOUT.specs) + b'","digests"'), payload))
+
+
+def test_raw_digests_that_lie_are_found_by_who_verifies_the_decoded_block():
+    header, payload = split(STORED["zstd"])
+    at = header.index(b'"raw_digests":"') + 15
+    lying = resigned(header[:at] + b"0" * 64 + header[at + 64 :], payload)
+    into = memoryview(bytearray(LAYOUT.raw_bytes))
+    codec.decode(memoryview(lying), NAME, NS, into)
+    assert into[LAYOUT.header_bytes :] == memoryview(RAW)[LAYOUT.header_bytes :]
+    with pytest.raises(Corrupt, match=r"layers\.0\.k"):
+        codec.verify(into, NAME, NS)
 
 
 @pytest.mark.parametrize("why", EDITS)
