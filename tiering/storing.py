@@ -22,7 +22,7 @@ from tiering.tier import Want
 _log = logging.getLogger("tiering.disk")
 
 WRITERS = 4
-_LONGEST = 0.1  # seconds that written values wait for their entries while more are being written
+_LONGEST = 0.25  # seconds that written values wait for their entries while more are being written
 
 
 class _Batch:
