@@ -166,11 +166,19 @@ class Looks:
         self.restores: list[int] = []
         self.collecting: list[bool] = []
         self.collections = self.restored = 0
+        self.collected = self._last = 0
+
+    def start(self, stats: api.Stats) -> None:
+        """A round begins."""
+        self._last = _seen(stats)
 
     def look(self, stats: api.Stats) -> None:
         """Once more."""
         self.restores.append(stats.restores)
         self.collecting.append(stats.collector.running)
+        seen = _seen(stats)
+        self.collected += max(0, seen - self._last)
+        self._last = seen
 
     def between(self, before: api.Stats, after: api.Stats) -> None:
         """What came to an end in a round."""
@@ -183,9 +191,15 @@ class Looks:
             "restores_least": min(self.restores),
             "looks": len(self.restores),
             "looks_while_collecting": sum(self.collecting),
+            "heads_and_objects_collected": self.collected,
             "collections_ended": self.collections,
             "restores_ended": self.restored,
         }
+
+
+def _seen(stats: api.Stats) -> int:
+    """By this collection: fewer than before where it is another one."""
+    return stats.collector.heads + stats.collector.listed
 
 
 async def sample(kv: Client, asks: Mapping[str, Ask], samples: int, looks: Looks | None) -> dict[str, list[float]]:
@@ -202,21 +216,31 @@ async def sample(kv: Client, asks: Mapping[str, Ask], samples: int, looks: Looks
     return took
 
 
-async def measure(url: str, loaded: str, ping: Ask, options: argparse.Namespace, times: Mapping[str, Times], looks: Looks) -> None:
-    """A round: acknowledgements of an idle node, then of a busy one, whose load comes by its socket."""
+async def idle(url: str, ping: Ask, options: argparse.Namespace, times: Times) -> None:
+    """A round on a node that does nothing else."""
     async with kvstore.open(url) as kv:
+        add(times, await sample(kv, questions(kv, ping, options.heads), options.samples // 2, None))
 
-        async def restore() -> api.RestoreStatus:
-            return await kv.restore(f"small {DICE.integers(options.heads)}", namespace=NS)
 
-        asks: dict[str, Ask] = {"ack": restore, "health": kv.health, "echo": ping}
+async def busy(url: str, loaded: str, ping: Ask, options: argparse.Namespace, times: Times, looks: Looks) -> None:
+    """A round on one that has its load, by its socket. The collection goes on when the load is killed, into the next round."""
+    async with kvstore.open(url) as kv:
         await quiet(kv)
-        add(times["idle"], await sample(kv, asks, options.samples // 2, None))
         with beside("--load", loaded, "--restores", str(options.restores)):
             await asyncio.sleep(WARM_UP_S)
             before = await kv.stats()
-            add(times["busy"], await sample(kv, asks, options.samples, looks))
+            looks.start(before)
+            add(times, await sample(kv, questions(kv, ping, options.heads), options.samples, looks))
             looks.between(before, await kv.stats())
+
+
+def questions(kv: Client, ping: Ask, heads: int) -> dict[str, Ask]:
+    """What is asked in turns."""
+
+    async def restore() -> api.RestoreStatus:
+        return await kv.restore(f"small {DICE.integers(heads)}", namespace=NS)
+
+    return {"ack": restore, "health": kv.health, "echo": ping}
 
 
 async def quiet(kv: Client) -> None:
@@ -261,15 +285,19 @@ async def run(options: argparse.Namespace) -> None:
                 await populate(kv, options.heads, options.restores)
                 if started and options.store_nice is not None:
                     give_way(started[0].pid, options.store_nice)
-                for face, url in (("http", ready["http"]), ("unix", ready["url"])):
-                    times: dict[str, Times] = {state: defaultdict(list) for state in ("idle", "busy")}
-                    looks = Looks()
+                facts = {key: getattr(options, key) for key in ("store", "store_nice", "heads", "restores")}
+                facts |= {"cores": len(os.sched_getaffinity(0))}
+                faces = {"http": ready["http"], "unix": ready["url"]}
+                for face, url in faces.items():
+                    times: Times = defaultdict(list)
                     for _ in range(options.rounds):
-                        await measure(url, ready["url"], ping, options, times, looks)
-                    facts = {name: getattr(options, name) for name in ("store", "store_nice", "heads", "restores")}
-                    facts |= {"cores": len(os.sched_getaffinity(0))}
-                    report(face, "idle", times["idle"], facts)
-                    report(face, "busy", times["busy"], facts | looks.facts())
+                        await idle(url, ping, options, times)
+                    report(face, "idle", times, facts)
+                for face, url in faces.items():
+                    times, looks = defaultdict(list), Looks()
+                    for _ in range(options.rounds):
+                        await busy(url, ready["url"], ping, options, times, looks)
+                    report(face, "busy", times, facts | looks.facts())
 
 
 async def keep_loading(url: str, restores: int) -> None:
