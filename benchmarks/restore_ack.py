@@ -283,6 +283,7 @@ async def run(options: argparse.Namespace) -> None:
         with node(store, Path(name)) as ready:
             async with kvstore.open(ready["url"]) as kv, echoing(Path(name)) as ping:
                 await populate(kv, options.heads, options.restores)
+                await kv.collect()  # seals every head once, so that later ones come to an end while somebody looks
                 if started and options.store_nice is not None:
                     give_way(started[0].pid, options.store_nice)
                 facts = {key: getattr(options, key) for key in ("store", "store_nice", "heads", "restores")}
