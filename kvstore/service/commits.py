@@ -22,7 +22,7 @@ from kvstore import api
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Conflict, Gone, KVTierError, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Namespace
-from kvstore.service.promises import Intent, Journal, Line, Made, Place, chain_of
+from kvstore.service.promises import Intent, Journal, Line, Place, chain_of
 from kvstore.service.tries import Tries
 from tiering import JournalFull
 
@@ -72,7 +72,7 @@ class Commits:
         self._limit = pending_bytes
         self._lines: dict[Place, Line] = {}
         self._tries = Tries()
-        self._made: LRUCache[Place, Made] = LRUCache(_REMEMBERED)
+        self._made: LRUCache[tuple[Place, int], str] = LRUCache(_REMEMBERED)
         self._pending = self._bytes = 0
         self._closing = False
         self.outcomes: Counter[str] = Counter()
@@ -149,15 +149,15 @@ class Commits:
         Raises:
             Gone: It was built on a promise that could not be kept.
         """
-        made = self._made.get(chain_of(tenant, request))
-        if request.branch or made is None or made.version != request.base_version:
+        made = self._made.get(chain_of(tenant, request, request.base_version))
+        if request.branch or made is None:
             return request
-        if not made.branch:
+        if not made:
             raise Gone(
-                f"version {made.version} of session {request.id!r} was promised, and could not be made",
+                f"version {request.base_version} of session {request.id!r} was promised, and could not be made, or was made twice",
                 remedy="restore the session, and commit on what it holds now",
             )
-        return msgspec.structs.replace(request, branch=made.branch)
+        return msgspec.structs.replace(request, branch=made)
 
     @asynccontextmanager
     async def _entered(self, key: Place) -> AsyncIterator[Line]:
@@ -177,9 +177,8 @@ class Commits:
             raise Unavailable("a block of this commit is in no local tier and not in the bucket: publish the blocks again")
         try:
             await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
-            made = self._made.get(chain_of(intent.tenant, intent.request))  # the one before may have landed meanwhile
-            if made is not None and made.version == intent.request.base_version:
-                intent = await self._said(intent, made.branch)
+            before = chain_of(intent.tenant, intent.request, intent.request.base_version)  # may have landed meanwhile
+            intent = await self._said(intent, self._made.get(before, ""))
         except BaseException as error:
             await self._local.release(intent.tenant, intent.request)
             if isinstance(error, JournalFull):
@@ -215,7 +214,8 @@ class Commits:
             await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
             wait = min(wait * 2, _LONGEST_WAIT)
         line.broken = not branch
-        self._made[chain_of(intent.tenant, intent.request)] = Made(intent.request.base_version + 1, branch)
+        made = chain_of(intent.tenant, intent.request, intent.request.base_version + 1)
+        self._made[made] = branch if self._made.get(made, branch) == branch else ""  # of two sessions nobody knows which is meant
         await self._hand_on(line, branch)
         if self._journal is not None and intent.request.durability == "nvme":
             try:

@@ -71,13 +71,6 @@ class Line:
         return not self.intents
 
 
-class Made(NamedTuple):
-    """The version that a promise was about, and the session that it became one of; "" where it became none."""
-
-    version: int
-    branch: str
-
-
 class Place(NamedTuple):
     """The pending commits of a session are a line for each of these."""
 
@@ -92,7 +85,7 @@ class Place(NamedTuple):
         return cls(tenant, request.id, request.namespace, request.lane)
 
 
-def chain_of(tenant: str, request: api.Commit) -> Place:
+def chain_of(tenant: str, request: api.Commit, version: int) -> tuple[Place, int]:
     """Where what became of a promise is remembered. Chains of one id that name no lane are told apart by how they begin."""
     lane = request.lane or (request.blocks[0].prefix_id[:LANE_DIGITS] if request.blocks else "")
-    return Place.of(tenant, request)._replace(lane=lane)
+    return Place.of(tenant, request)._replace(lane=lane), version
