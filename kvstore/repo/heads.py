@@ -76,7 +76,8 @@ class Heads:
     async def create(self, tenant: str) -> tuple[str, Position]:
         """A new family, with an empty open head (R3). Returns its id and the head.
 
-        Each id is sent once (R7). A head that was made without our hearing of it stays empty, and collections end it.
+        Each id is sent once (R7): it is used if it is there although no answer came, and otherwise never again. Should it be made
+        later, it stays empty, and collections end it.
         """
         for attempt in range(_TRIES):
             family, write = self._root.ids.new(), self._root.ids.new()
@@ -86,6 +87,9 @@ class Heads:
                 made = Position(head, etag)
                 self._keep(key, made)
                 return family, made
+            found = await self.read(key)
+            if found is not None:  # nobody else knows this key, but a collection may have sealed it already
+                return family, found
             await self._root.pause(attempt)
         raise Unavailable(f"a new family of sessions could not be created in {_TRIES} attempts")
 
