@@ -53,7 +53,7 @@ def _reads(kv: SyncClient, size: int, pid: int) -> Mapping[str, Case]:
 
     def lease(i: int) -> None:
         with kv.get(space, SHARD, [links[i % len(links)]]) as blocks:
-            assert len(blocks.leases) == 1
+            assert len(blocks) == 1
 
     return {
         "memcpy_out": Case(_memcpy(target, source, size, nbytes), nbytes, len(links)),
@@ -105,7 +105,7 @@ def _names(kv: SyncClient, pid: int) -> Mapping[str, Case]:
 
     def lease(_: int) -> None:
         with kv.get(space, SHARD, links) as blocks:
-            assert len(blocks.leases) == MANY
+            assert len(blocks) == MANY
 
     def look(_: int) -> None:
         assert kv.lookup(namespace=space, prefix_ids=prefixes).run == MANY

@@ -44,16 +44,20 @@ class Blocks:
     """The longest leading run of what was asked for.
 
     Attributes:
-        leases: One for each block of the run, in order.
         miss: Why the run ended (`absent`, `timeout`, `corrupt`, `full`, `unavailable`), or "" where it is complete.
     """
 
-    __slots__ = ("_intact", "leases", "miss")
+    __slots__ = ("_intact", "_leases", "miss")
 
     def __init__(self, leases: list[BlockLease], miss: str, intact: Callable[[], bool] = _always) -> None:
-        self.leases = leases
+        self._leases: Sequence[BlockLease] = leases
         self.miss = miss
         self._intact = intact
+
+    @property
+    def leases(self) -> Sequence[BlockLease]:
+        """One for each block of the run, in order."""
+        return self._leases
 
     @property
     def intact(self) -> bool:

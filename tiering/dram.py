@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Self
@@ -216,30 +216,36 @@ class DramTier:
         with self._lock:
             if self._closed:
                 return None
-            found, nbytes, pinned = list[DramValue](), 0, 0
+            found = []
             for value, size in zip(map(self._values.get, keys), sizes, strict=True):
                 if value is None or value.size != size:
                     return None
                 found.append(value)
-            use, pin = self._ranking.use, self._ranking.pin
+            self._ranking.lease_all(found)
             for value in found:
-                use(value)
                 if not value.leases:
-                    pin(value)
-                    pinned += value.size
+                    self._pinned += value.size
                 value.leases += 1
-                nbytes += value.size
-            self._pinned += pinned
             self._leases += len(found)
             self.stats.hits += len(found)
-            self.stats.bytes_out += nbytes
+            self.stats.bytes_out += sum(sizes)
             return found
 
-    def unpin_all(self, values: Iterable[DramValue]) -> None:
+    def unpin_all(self, values: Sequence[DramValue]) -> None:
         """Give back what `pin_all` gave, each value as often as it was given."""
         with self._lock:
+            free = []
             for value in values:
-                self._unpin(value, use=True)
+                value.leases -= 1
+                if value.leases:
+                    continue
+                self._pinned -= value.size
+                if value.gone:
+                    self._free(value)
+                else:
+                    free.append(value)
+            self._leases -= len(values)
+            self._ranking.release_all(free)
 
     def reserve(self, want: Want, *, ahead: bool = False) -> DramSlot | Miss:
         """Room for a value that is about to be written, evicting what nobody leases.
@@ -400,19 +406,6 @@ class DramTier:
         self._budget.free(value.size)
         self._extents.free(value.offset, value.size)
 
-    def _unpin(self, value: DramValue, *, use: bool) -> None:
-        if use:
-            self._ranking.touch(value)
-        self._leases -= 1
-        value.leases -= 1
-        if value.leases:
-            return
-        self._pinned -= value.size
-        if value.gone:
-            self._free(value)
-        else:
-            self._ranking.unpin(value)
-
     def _evict_one(self, *, ahead: bool = False) -> bool:
         key = self._ranking.victim(ahead=ahead)
         if key is None:
@@ -448,4 +441,14 @@ class DramTier:
 
     def _release(self, value: DramValue, *, use: bool) -> None:
         with self._lock:
-            self._unpin(value, use=use)
+            if use:
+                self._ranking.touch(value)
+            self._leases -= 1
+            value.leases -= 1
+            if value.leases:
+                return
+            self._pinned -= value.size
+            if value.gone:
+                self._free(value)
+            else:
+                self._ranking.unpin(value)

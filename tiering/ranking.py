@@ -82,6 +82,26 @@ class Ranking:
         else:
             self._policy.add(value.key)
 
+    def lease_all(self, values: Iterable[Ranked]) -> None:
+        """As `use` and then `pin` for each that nobody reads yet: the short way for hundreds at once."""
+        now, held, policy = self._monotonic(), self._holds.held, self._policy
+        for value in values:
+            value.used = now
+            if held:
+                self._holds.pop(value.key)
+            policy.touch(value.key)
+            if not value.leases:
+                policy.remove(value.key)
+
+    def release_all(self, values: Iterable[Ranked]) -> None:
+        """As `unpin` for each, which was used until now."""
+        held, policy = self._holds.held, self._policy
+        for value in values:
+            if held and value.key in self._holds:
+                self._holds.rank(value.key)
+            else:
+                policy.add(value.key)
+
     def forget(self, value: Ranked) -> None:
         """It is not in the tier any more."""
         self._policy.remove(value.key)

@@ -65,6 +65,11 @@ class Background:
             future.cancel()
             raise
 
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call a function on the loop, that long from now; nothing when it has ended by then."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.call_later, seconds, call)
+
     def close(self) -> None:
         """Cancel what runs, say goodbye, and stop. Does nothing the second time, and in a forked child."""
         if self._birth.here:  # the lock may have been held by a thread that a child does not have

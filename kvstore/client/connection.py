@@ -12,7 +12,7 @@ from typing import Final, Self
 from kvstore import wire
 from kvstore.client.fork import ParentSocket
 from kvstore.client.handshake import Met, meet
-from kvstore.client.lending import LentBlocks, lend, runs
+from kvstore.client.lending import LentBlocks, Run, lend, releases
 from kvstore.client.pages import Pages
 from kvstore.client.window import Space
 from kvstore.errors import Corrupt, KVTierError, Unavailable
@@ -63,7 +63,7 @@ class Connection:
         self._waiting: dict[int, _Waiting] = {}
         self._draining: dict[int, Callable[[], None]] = {}  # publications that the node still reads from the window
         self._last_id = 0
-        self._released: deque[int] = deque()
+        self._released: deque[Run] = deque()
         self._flushing = False
         self._reading = asyncio.create_task(self._read())
 
@@ -231,9 +231,9 @@ class Connection:
     def take_back(self, answer: wire.ToClient | None) -> None:
         """Give back the leases of an answer that nobody waits for."""
         if isinstance(answer, wire.Leased):
-            self.give_back(range(answer.first, answer.first + len(answer.offsets)))
+            self.give_back([(answer.first, len(answer.offsets))])
 
-    def give_back(self, leases: Sequence[int]) -> None:
+    def give_back(self, leases: Sequence[Run]) -> None:
         """Give back leases, from any thread; they are sent together on the loop's next turn."""
         self._released.extend(leases)
         if not self._flushing:
@@ -243,10 +243,9 @@ class Connection:
 
     def _flush(self) -> None:
         self._flushing = False  # first: whoever appends from now on schedules another flush
-        leases = [self._released.popleft() for _ in range(len(self._released))]
-        if self.lost is None:
-            for start in range(0, len(leases), wire.MAX_BATCH):
-                self._writer.write(wire.frame(wire.Release(runs(leases[start : start + wire.MAX_BATCH]))))
+        given = [self._released.popleft() for _ in range(len(self._released))]
+        if given and self.lost is None:
+            self._writer.write(releases(given))
 
     def _populate(self) -> None:
         """Fill the arena's page table in the background, on the first read: a client that only makes calls never pays for it."""

@@ -34,10 +34,11 @@ class Direct:
 
     Args:
         meet: Connects, on whatever loop.
+        later: Calls a function after so many seconds, on some thread.
     """
 
-    def __init__(self, meet: Callable[[], Met]) -> None:
-        self._meet = meet
+    def __init__(self, meet: Callable[[], Met], later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._meet, self._later = meet, later
         self._birth = Birth()
         self._opening = threading.Lock()
         self._line: Line | None = None
@@ -114,7 +115,7 @@ class Direct:
         with self._opening:
             if self._line is None or self._line.lost is not None:
                 try:
-                    self._line = Line(self._meet())
+                    self._line = Line(self._meet(), self._later)
                 except KVTierError:
                     return None
             return self._line

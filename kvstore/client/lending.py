@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import add
 from typing import Protocol
 
 from kvstore import wire
 from kvstore.blocks import BlockLease, Blocks
 from kvstore.errors import Corrupt
+
+Run = tuple[int, int]
+"""Leases with consecutive numbers: the first, and how many."""
 
 
 class Lender(Protocol):
@@ -18,7 +22,7 @@ class Lender(Protocol):
         """Whether it still holds the leases."""
         ...
 
-    def give_back(self, leases: Sequence[int]) -> None:
+    def give_back(self, leases: Sequence[Run]) -> None:
         """Give back leases, from any thread."""
         ...
 
@@ -33,9 +37,9 @@ class _Lent(BlockLease):
         self._lender, self._number = lender, number
 
     def release(self) -> None:
-        number, self._number = self._number, 0
+        number = self.take()
         if number:
-            self._lender.give_back([number])
+            self._lender.give_back([(number, 1)])
 
     def take(self) -> int:
         """Its number, which the caller gives back; 0 where that has been done."""
@@ -44,13 +48,26 @@ class _Lent(BlockLease):
 
 
 class LentBlocks(Blocks):
-    """What one read found in the arena."""
+    """What one read found in the arena. A view is made for each block when the first of them is looked at."""
 
-    __slots__ = ("_lender", "_lent")
+    __slots__ = ("_arena", "_leased", "_lender", "_lent")
 
-    def __init__(self, lent: list[_Lent], miss: str, lender: Lender) -> None:
-        super().__init__(list(lent), miss)
-        self._lent, self._lender = lent, lender
+    def __init__(self, arena: memoryview, leased: wire.Leased, lender: Lender) -> None:
+        self._arena, self._leased, self._lender = arena, leased, lender
+        self._lent: list[_Lent] | None = None
+        self.miss = leased.miss
+
+    @property
+    def leases(self) -> Sequence[BlockLease]:
+        """See `Blocks`."""
+        if self._lent is None:
+            arena, lender = self._arena, self._lender
+            extents = zip(self._leased.offsets, self._leased.sizes, strict=True)
+            self._lent = [
+                _Lent(arena[offset : offset + size], lender, number)
+                for number, (offset, size) in enumerate(extents, self._leased.first)
+            ]
+        return self._lent
 
     @property
     def intact(self) -> bool:
@@ -59,9 +76,16 @@ class LentBlocks(Blocks):
 
     def release(self) -> None:
         """Give back every lease, in one message."""
-        numbers = [number for lease in self._lent if (number := lease.take())]
-        if numbers:
-            self._lender.give_back(numbers)
+        if self._lent is None:
+            self._lent = []
+            given = [(self._leased.first, len(self._leased.offsets))] if self._leased.offsets else []
+        else:
+            given = runs(number for lease in self._lent if (number := lease.take()))
+        if given:
+            self._lender.give_back(given)
+
+    def __len__(self) -> int:
+        return len(self._leased.offsets)
 
 
 def lend(arena: memoryview, leased: wire.Leased, lender: Lender) -> LentBlocks:
@@ -70,26 +94,37 @@ def lend(arena: memoryview, leased: wire.Leased, lender: Lender) -> LentBlocks:
     Raises:
         Corrupt: An extent is not inside the arena.
     """
-    offsets, sizes, end = leased.offsets, leased.sizes, len(arena)
-    if len(offsets) != len(sizes) or (offsets and (min(offsets) < 0 or min(sizes) < 1)):
-        raise Corrupt("the node leased extents that are none")
-    lent = []
-    for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True), leased.first):
-        if offset + size > end:
-            raise Corrupt(f"the node leased bytes {offset} to {offset + size} of an arena of {end}")
-        lent.append(_Lent(arena[offset : offset + size], lender, number))
-    return LentBlocks(lent, leased.miss, lender)
+    offsets, sizes = leased.offsets, leased.sizes
+    if len(offsets) != len(sizes) or (
+        offsets and (min(offsets) < 0 or min(sizes) < 1 or max(map(add, offsets, sizes)) > len(arena))
+    ):
+        raise Corrupt(f"the node leased bytes that are not in its arena of {len(arena)}")
+    return LentBlocks(arena, leased, lender)
 
 
-def runs(leases: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers as runs of consecutive ones: (first, how many)."""
-    found: list[tuple[int, int]] = []
+def runs(leases: Iterable[int]) -> list[Run]:
+    """Numbers as runs of consecutive ones."""
+    found: list[Run] = []
     first = count = 0
     for lease in leases:
-        if lease == first + count and count:
+        if count and lease == first + count:
             count += 1
             continue
         if count:
             found.append((first, count))
         first, count = lease, 1
     return [*found, (first, count)] if count else found
+
+
+def releases(given: Sequence[Run]) -> bytes:
+    """Messages that give these back, none of them larger than the node takes."""
+    frames, part, leases = [], list[Run](), 0
+    for first, count in given:
+        if part and leases + count > wire.MAX_BATCH:
+            frames.append(wire.frame(wire.Release(part)))
+            part, leases = [], 0
+        part.append((first, count))
+        leases += count
+    if part:
+        frames.append(wire.frame(wire.Release(part)))
+    return b"".join(frames)

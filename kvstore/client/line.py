@@ -7,9 +7,11 @@ pays for an event loop on another thread.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +20,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.client.fork import ParentSocket
 from kvstore.client.handshake import Met
-from kvstore.client.lending import LentBlocks, lend, runs
+from kvstore.client.lending import LentBlocks, Run, lend, releases
 from kvstore.client.pages import Pages
 from kvstore.client.window import Extents
 from kvstore.errors import Corrupt, KVTierError, Unavailable
@@ -26,10 +28,16 @@ from kvstore.errors import Corrupt, KVTierError, Unavailable
 Extent = tuple[int, int]
 """Offset and length in the write window."""
 _PART: Final = 1 << 18
+_SOON_S: Final = 0.005
+_SPIN_S: Final = 0.0001  # an answer from memory takes a third of that; falling asleep and being woken takes as long again
 
 
 class Line:
     """Once `lost`, it stays lost.
+
+    Args:
+        met: The node.
+        later: Calls a function after so many seconds, on some thread.
 
     Attributes:
         lost: Why it ended, or None.
@@ -38,7 +46,7 @@ class Line:
         close: Ends it. A second call does nothing.
     """
 
-    def __init__(self, met: Met) -> None:
+    def __init__(self, met: Met, later: Callable[[float, Callable[[], None]], None]) -> None:
         self.lost: KVTierError | None = None
         self.window = memoryview(met.window)
         self.window_pages = Pages(met.window, writable=True)
@@ -54,7 +62,8 @@ class Line:
         self._input = bytearray()
         self._last = 0
         self._unwanted: set[int] = set()  # requests that nobody waits for any more
-        self._given: deque[int] = deque()  # leases to give back
+        self._given: deque[Run] = deque()  # leases to give back
+        self._later, self._flushing = later, False
         self._drained: dict[int, Sequence[Extent]] = {}  # extents that are free when a publication is drained
         self.close = weakref.finalize(self, _close, self._socket, self._arena_pages, self.window_pages)
 
@@ -120,7 +129,8 @@ class Line:
             frame = wire.frame(make(number))
             self._be_patient(patience_s)
             try:
-                self._socket.sendall(self._giving() + frame if self._given else frame)
+                # Behind the request: the node answers that first.
+                self._socket.sendall(frame + self._giving() if self._given else frame)
                 while True:
                     while (message := self._message()) is None:
                         self._read(0)
@@ -137,8 +147,6 @@ class Line:
             raise self._lose(error) from None
         finally:
             self._turn.release()
-            if self._given:
-                self._flush()
 
     def _be_patient(self, seconds: float) -> None:
         if seconds != self._patience:  # not settimeout(): that costs a poll() before every call
@@ -151,7 +159,8 @@ class Line:
     def _read(self, flags: int) -> bool:
         """More input; False where there is none now."""
         try:
-            part = self._socket.recv(_PART, flags)
+            part = self._spun() if not flags else b""
+            part = part or self._socket.recv(_PART, flags)
         except BlockingIOError:
             if flags:
                 return False
@@ -161,9 +170,22 @@ class Line:
         self._input += part
         return True
 
+    def _spun(self) -> bytes:
+        """Input that comes within moments, without going to sleep for it; or nothing."""
+        receive, pause, clock = self._socket.recv, os.sched_yield, time.perf_counter
+        ends = clock() + _SPIN_S
+        while clock() < ends:
+            try:
+                return receive(_PART, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pause()  # should the node share this core
+        return b""
+
     def _message(self) -> wire.ToClient | None:
         """The next message, where all of it is here."""
         data = self._input
+        if not data:
+            return None
         if len(data) < 4:
             return None
         end = 4 + wire.body_length(data[:4])
@@ -184,7 +206,7 @@ class Line:
             case wire.Welcome():
                 raise Corrupt("a second welcome")
             case wire.Leased() if message.id in self._unwanted:
-                self._given.extend(range(message.first, message.first + len(message.offsets)))
+                self._given.append((message.first, len(message.offsets)))
         if self._unwanted:
             self._unwanted.discard(message.id)
 
@@ -237,12 +259,15 @@ class Line:
             self._lose(error)
             raise
 
-    def give_back(self, leases: Sequence[int]) -> None:
-        """Give back leases, from any thread; whoever is in an exchange takes them along."""
+    def give_back(self, leases: Sequence[Run]) -> None:
+        """Give back leases, from any thread. They ride on the next request; where there is none, they are sent soon."""
         self._given.extend(leases)
-        self._flush()
+        if not self._flushing:  # a message of their own would wake the node, and cost more than the lease
+            self._flushing = True
+            self._later(_SOON_S, self._flush)
 
     def _flush(self) -> None:
+        self._flushing = False  # first: whoever gives back from now on sees to another flush
         while self._given and self.lost is None and self._turn.acquire(blocking=False):
             try:
                 self._socket.sendall(self._giving())
@@ -253,9 +278,7 @@ class Line:
 
     def _giving(self) -> bytes:
         given = self._given
-        numbers = [given.popleft() for _ in range(len(given))]
-        parts = (numbers[start : start + wire.MAX_BATCH] for start in range(0, len(numbers), wire.MAX_BATCH))
-        return b"".join(wire.frame(wire.Release(runs(part))) for part in parts)
+        return releases([given.popleft() for _ in range(len(given))])
 
 
 def _close(connection: socket.socket, *pages: Pages) -> None:

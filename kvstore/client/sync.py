@@ -61,7 +61,9 @@ class SyncClient:
     def __init__(self, background: Background, client: Client) -> None:
         self._background, self._client = background, client
         transport = client.transport
-        self._direct = Direct(lambda: background.run(transport.meet())) if isinstance(transport, LocalTransport) else None
+        self._direct = (
+            Direct(lambda: background.run(transport.meet()), background.later) if isinstance(transport, LocalTransport) else None
+        )
 
     @classmethod
     def open(cls, connect: Callable[[], Coroutine[Any, Any, Client]]) -> Self:

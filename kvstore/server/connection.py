@@ -7,7 +7,10 @@ makes a lease cost microseconds. Everything else becomes a task.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, TypeVar, cast
@@ -38,17 +41,28 @@ class Connection(asyncio.Protocol):
         service: What it talks to.
         tenant: Whom it may act for.
         who: For the log.
+        accepted: Its socket, non-blocking.
         window: Its write window.
         limits: Bounds.
         observe: Told of every request.
     """
 
-    def __init__(self, *, service: Service, tenant: str, who: str, window: Window, limits: Limits, observe: Observe) -> None:
+    def __init__(
+        self,
+        *,
+        service: Service,
+        tenant: str,
+        who: str,
+        accepted: socket.socket,
+        window: Window,
+        limits: Limits,
+        observe: Observe,
+    ) -> None:
+        self._accepted = accepted
         self._service, self._tenant, self._who, self._window = service, tenant, who, window
         self._limits, self._observe = limits, observe
         self._plane = service.plane
         self._loop = asyncio.get_running_loop()
-        self._clock = self._loop.time
         self._transport: asyncio.Transport | None = None
         self._input = bytearray()  # of a frame that is not complete, or must wait
         self._stalled: asyncio.TimerHandle | None = None  # while the client does not read its answers
@@ -124,9 +138,13 @@ class Connection(asyncio.Protocol):
         if self._over.done():
             return
         try:
-            if not self._input and len(data) > 4 and int.from_bytes(data[:4], "little") == len(data) - 4:
-                self._take(wire.parse_to_node(memoryview(data)[4:]))  # one whole request, as nearly always
-                return
+            if not self._input and self._stalled is None and len(data) >= 4:  # whole requests, as nearly always: without a copy
+                end = 4 + wire.body_length(data[:4])
+                if len(data) >= end:
+                    self._take(wire.parse_to_node(memoryview(data)[4:end]))
+                    if len(data) == end:
+                        return
+                    data = data[end:]
             self._input += data
             self._requests()
         except Exception as error:  # noqa: BLE001  whatever it is, it ends this connection and no other
@@ -199,7 +217,7 @@ class Connection(asyncio.Protocol):
         number = message.id
         if number < 1 or number in self._tasks:
             raise Corrupt(f"request number {number} is in use, or not positive")
-        begun, outcome = self._clock(), "ok"
+        begun, outcome = time.perf_counter(), "ok"
         answer: wire.ToClient | None
         try:
             answer = self._at_once(message)
@@ -210,7 +228,7 @@ class Connection(asyncio.Protocol):
             answer, outcome = wire.Fault(number, KVTierError(f"{_op(message)} failed inside the node").problem()), "internal"
         if answer is not None:
             self._send(answer)
-            self._observe(_op(message), outcome, self._clock() - begun)
+            self._observe(_op(message), outcome, time.perf_counter() - begun)
         elif not isinstance(message, wire.Publish) and not message.wait:
             self._send(wire.Later(number))
         elif len(self._tasks) >= wire.MAX_IN_FLIGHT:
@@ -285,7 +303,12 @@ class Connection(asyncio.Protocol):
         if len(frame) > wire.MAX_FRAME and not isinstance(message, wire.Fault):
             error = Overloaded(f"the answer would be {len(frame)} bytes, more than {wire.MAX_FRAME}: ask for less at a time")
             frame = wire.frame(wire.Fault(message.id if not isinstance(message, wire.Welcome) else 0, error.problem()))
-        self._transport.write(frame)
+        if not self._transport.get_write_buffer_size():
+            # At once: a loop may keep what it is given until its turn is over.
+            with contextlib.suppress(OSError):  # it is full, or gone: the transport finds out
+                frame = frame[self._accepted.send(frame) :]
+        if frame:
+            self._transport.write(frame)
 
     # --- calls ---
 

@@ -151,6 +151,7 @@ class LocalServer:
                 service=service,
                 tenant=tenant,
                 who=f"pid {peer.pid} of uid {peer.uid}",
+                accepted=accepted,
                 window=window,
                 limits=self._limits,
                 observe=self._observe,

@@ -37,13 +37,17 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         labels = ["op", "outcome"]
+        self._labelled: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._requests = Counter("kvtier_requests", "Requests that ended.", labels, registry=self._registry)
         self._seconds = Histogram("kvtier_request_seconds", "Time to an answer.", ["op"], buckets=_SECONDS, registry=self._registry)
 
     def observe(self, op: str, outcome: str, seconds: float) -> None:
         """See :class:`kvstore.server.observe.Observe`."""
-        self._requests.labels(op, outcome).inc()
-        self._seconds.labels(op).observe(seconds)
+        found = self._labelled.get((op, outcome))
+        if found is None:  # finding a label costs as much as a lease
+            found = self._labelled[op, outcome] = self._requests.labels(op, outcome), self._seconds.labels(op)
+        found[0].inc()
+        found[1].observe(seconds)
 
     def expose(self, stats: api.Stats, accept: str) -> tuple[bytes, str]:
         """The page, and its content type, in the format that the scraper accepts."""

@@ -222,7 +222,7 @@ class Plane:
             self.reads.pinned(tokens)
         return found
 
-    def unpin(self, tenant: str, pins: Iterable[DramValue]) -> None:
+    def unpin(self, tenant: str, pins: Sequence[DramValue]) -> None:
         """Give back what `pin_now` gave."""
         self._tiers[tenant].dram.unpin_all(pins)
 

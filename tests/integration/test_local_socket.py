@@ -496,9 +496,10 @@ async def test_a_lease_is_released_once_however_often_it_is_asked(server, servic
         links = links_of(NS, 2)
         await kv.put(NS, SHARD, links, filler(links))
         blocks, others = await kv.get(NS, SHARD, links), await kv.get(NS, SHARD, links)
+        first = blocks.leases[0]
         for _ in range(3):
+            first.release()
             blocks.release()
-            blocks.leases[0].release()
         await until(lambda: leased(service) == 2)
         others.release()
         await until(lambda: leased(service) == 0)
