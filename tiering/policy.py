@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -14,6 +15,10 @@ class Policy(Protocol):
 
     def admit(self, key: bytes, size: int) -> bool:
         """May this value come in? Asked before room is made for it."""
+        ...
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """One request wants these, in prefix order, here or not. Told once per request, before anything else comes of it."""
         ...
 
     def add(self, key: bytes) -> None:
@@ -50,6 +55,11 @@ class Lru:
     def admit(self, key: bytes, size: int) -> bool:  # noqa: ARG002  the seam's signature; LRU takes everything
         """Always."""
         return True
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """Now the most recent, those that are ranked."""
+        for key in keys:
+            self.touch(key)
 
     def add(self, key: bytes) -> None:
         """Now the most recent."""
