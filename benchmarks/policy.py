@@ -46,6 +46,7 @@ class OfReuse:
         self._capacity, self._policy, self._held = capacity, Reuse(), set[bytes]()
 
     def request(self, keys: Sequence[bytes]) -> int:
+        """How many were there; the rest comes in at once."""
         held, policy = self._held, self._policy
         policy.asked(keys)
         missing = [key for key in keys if key not in held]
@@ -65,6 +66,7 @@ class OfLru:
         self._capacity, self._policy, self._held = capacity, Lru(), set[bytes]()
 
     def request(self, keys: Sequence[bytes]) -> int:
+        """How many were there; the rest comes in one by one."""
         held, policy, hits = self._held, self._policy, 0
         for key in keys:
             if key in held:
@@ -86,6 +88,7 @@ class OfS3Fifo:
         self._small, self._main, self._ghost = OrderedDict[bytes, int](), OrderedDict[bytes, int](), OrderedDict[bytes, None]()
 
     def request(self, keys: Sequence[bytes]) -> int:
+        """How many were there; the rest comes in one by one."""
         hits = 0
         for key in keys:
             queue = self._small if key in self._small else self._main

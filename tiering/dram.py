@@ -16,7 +16,8 @@ from tiering.arena import Arena
 from tiering.budget import Budget
 from tiering.extents import Extents, rounded, with_slack
 from tiering.movers import Movers
-from tiering.policy import Lru, Policy
+from tiering.policy import Policy
+from tiering.policy_reuse import Reuse
 from tiering.prefetch import Holds
 from tiering.ranking import NEVER, Ranking
 from tiering.stats import TierStats
@@ -133,7 +134,7 @@ class DramTier:
             name: Its name.
             limit: Payload bytes.
             movers: Threads that make the pages.
-            policy: Who goes first; least recently used by default.
+            policy: Who goes first; by default what promises the fewest uses for its room (:class:`tiering.policy_reuse.Reuse`).
             held: The part of it that may be held (`hold`), 0 to 1.
             recent_s: What was used within that many seconds does not make way for what is brought in ahead of its use, and for
                 others only when nothing is held any more.
@@ -144,7 +145,7 @@ class DramTier:
         """
         arena = Arena.create(name, with_slack(limit))
         values: dict[bytes, DramValue] = {}
-        ranking = Ranking(values, policy or Lru(), Holds(int(limit * held)), recent_s=recent_s, monotonic=monotonic)
+        ranking = Ranking(values, policy or Reuse(), Holds(int(limit * held)), recent_s=recent_s, monotonic=monotonic)
         tier = cls(name, limit, arena, values, ranking)
         populating = asyncio.create_task(tier._populate(movers))
         try:
@@ -199,6 +200,8 @@ class DramTier:
         """Each value leased, or why not; in the order asked. A use ends its hold; bringing values in ahead is none."""
         found: list[Lease | Miss] = []
         with self._lock:
+            if use:
+                self._ranking.asked([want.key for want in wants])
             for want in wants:
                 got = self._lease(want, use=use)
                 if isinstance(got, Miss):
@@ -221,6 +224,7 @@ class DramTier:
                 if value is None or value.size != size:
                     return None
                 found.append(value)
+            self._ranking.asked(keys)
             self._ranking.lease_all(found)
             for value in found:
                 if not value.leases:
@@ -309,6 +313,8 @@ class DramTier:
             TypeError: A view is not contiguous.
         """
         kept = []
+        with self._lock:
+            self._ranking.asked([want.key for want, _ in items])
         for want, view in items:
             kept.append(self._put(want, view))
             await asyncio.sleep(0)  # a copy holds the loop for 0.1 ms per MiB; let others run between two
@@ -331,7 +337,7 @@ class DramTier:
         return gone
 
     async def evict(self, nbytes: int) -> int:
-        """Drop least recently used values until `nbytes` are freed or all that is left is leased; how many bytes were freed."""
+        """Drop values, least useful first, until `nbytes` are freed or all that is left is leased; how many bytes were freed."""
         with self._lock:
             before = self._budget.used
             while before - self._budget.used < nbytes and self._evict_one():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from tiering.policy import Policy
@@ -45,6 +46,7 @@ class Ranking:
     ) -> None:
         self._values, self._policy, self._holds = values, policy, holds
         self._recent_s, self._monotonic = recent_s, monotonic
+        self._unused: OrderedDict[bytes, None] = OrderedDict()  # what the policy ranks, longest unused first: it has its own order
 
     @property
     def held(self) -> int:
@@ -56,13 +58,19 @@ class Ranking:
         """May this value come in?"""
         return self._policy.admit(key, size)
 
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """One request wants these, in prefix order, here or not."""
+        self._policy.asked(keys)
+
     def use(self, value: Ranked) -> None:
         """Somebody wants it: that ends its hold."""
         self.touch(value)
         if self._holds.pop(value.key) and not value.leases:
-            self._policy.add(value.key)
+            self._add(value.key)
         else:
             self._policy.touch(value.key)
+            if value.key in self._unused:
+                self._unused.move_to_end(value.key)
 
     def touch(self, value: Ranked) -> None:
         """It was in use until now."""
@@ -70,7 +78,7 @@ class Ranking:
 
     def pin(self, value: Ranked) -> None:
         """It is read, or gone from the tier: it has no rank."""
-        self._policy.remove(value.key)
+        self._remove(value.key)
         self._holds.unrank(value.key)
 
     def unpin(self, value: Ranked) -> None:
@@ -78,46 +86,51 @@ class Ranking:
         if value.key in self._holds:
             self._holds.rank(value.key)
         elif value.used == NEVER:
-            self._policy.first(value.key)
+            self._first(value.key)
         else:
-            self._policy.add(value.key)
+            self._add(value.key)
 
     def lease_all(self, values: Iterable[Ranked]) -> None:
         """As `use` and then `pin` for each that nobody reads yet: the short way for hundreds at once."""
-        now, held, policy = self._monotonic(), self._holds.held, self._policy
+        now, held = self._monotonic(), self._holds.held
         for value in values:
             value.used = now
             if held:
                 self._holds.pop(value.key)
-            policy.touch(value.key)
             if not value.leases:
-                policy.remove(value.key)
+                self._remove(value.key)
 
     def release_all(self, values: Iterable[Ranked]) -> None:
         """As `unpin` for each, which was used until now."""
-        held, policy = self._holds.held, self._policy
+        held = self._holds.held
         for value in values:
             if held and value.key in self._holds:
                 self._holds.rank(value.key)
             else:
-                policy.add(value.key)
+                self._add(value.key)
 
     def forget(self, value: Ranked) -> None:
         """It is not in the tier any more."""
-        self._policy.remove(value.key)
+        self._remove(value.key)
         self._holds.pop(value.key)
 
     def victim(self, *, ahead: bool) -> bytes | None:
         """The value to evict next, taken out; None where nothing may go. `ahead`: for something that nobody wants yet."""
         self._expire()
+        longest = next(iter(self._unused), None)
+        recent = longest is None or self._recent(self._values[longest])  # and so is all else that is ranked
+        if recent and ahead:
+            return None
+        if recent and (spare := self._holds.victim()) is not None:
+            return spare
         key = self._policy.victim()
-        if key is not None and not self._recent(self._values[key]):
-            return key
-        spare = None if ahead else self._holds.victim()
-        if key is not None and (ahead or spare is not None):
-            self._policy.first(key)
-            key = None
-        return key or spare
+        if ahead and key is not None and longest is not None and self._recent(self._values[key]):
+            self._policy.add(key)
+            self._policy.remove(longest)
+            key = longest
+        if key is not None:
+            del self._unused[key]
+        return key
 
     def hold(self, owner: Hashable, keys: Iterable[bytes], *, seconds: float, yielding: bool) -> int:
         """See :meth:`tiering.DramTier.hold`."""
@@ -129,7 +142,7 @@ class Ranking:
             if value is None or not self._holds.put(owner, key, value.size):
                 break
             if not value.leases:
-                self._policy.remove(key)
+                self._remove(key)
                 self._holds.rank(key)
             held += 1
         return held
@@ -144,7 +157,7 @@ class Ranking:
             value = self._values.get(key)
             if value is not None and not value.leases and key not in self._holds:
                 value.used = NEVER
-                self._policy.first(key)
+                self._first(key)
 
     def _expire(self) -> None:
         self._place(self._holds.expired(self._monotonic()))
@@ -156,9 +169,23 @@ class Ranking:
             if value.leases:
                 continue
             if self._recent(value):
-                self._policy.add(key)
+                self._add(key)
             else:
-                self._policy.first(key)
+                self._first(key)
 
     def _recent(self, value: Ranked) -> bool:
         return self._monotonic() - value.used < self._recent_s
+
+    def _add(self, key: bytes) -> None:
+        self._policy.add(key)
+        self._unused[key] = None
+        self._unused.move_to_end(key)
+
+    def _first(self, key: bytes) -> None:
+        self._policy.first(key)
+        self._unused[key] = None
+        self._unused.move_to_end(key, last=False)
+
+    def _remove(self, key: bytes) -> None:
+        self._policy.remove(key)
+        self._unused.pop(key, None)

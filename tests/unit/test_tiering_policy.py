@@ -2,7 +2,7 @@
 
 import json
 import os
-from random import Random
+import random  # noqa: TID251  seeded
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def replay(requests, capacity, policy):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_policy_ranks_exactly_what_may_go(seed):
-    rng, policy = Random(seed), Reuse()
+    rng, policy = random.Random(seed), Reuse()
     ranked, first = set(), []
     for step in range(3000):
         start, one = rng.randrange(60), key(rng.randrange(80))
@@ -91,7 +91,7 @@ def test_what_left_is_forgotten_in_the_end():
 
 def conversations(seed, requests=2500):
     """Two in three are one question with a long text, that nobody comes back to; the third goes on for turns."""
-    rng, fresh, open_ = Random(seed), iter(range(1, 1 << 30)), []
+    rng, fresh, open_ = random.Random(seed), iter(range(1, 1 << 30)), []
     for _ in range(requests):
         if open_ and rng.random() < 0.4:
             chain = open_[rng.randrange(len(open_))]
@@ -114,7 +114,7 @@ def test_it_beats_recency_where_single_questions_flood_conversations():
 
 
 def test_it_is_as_good_as_recency_where_all_is_recency():
-    rng = Random(2)
+    rng = random.Random(2)
     requests = [[key(int(rng.paretovariate(0.9)) % 5000)] for _ in range(30_000)]
     assert replay(requests, 300, Reuse()) > 0.97 * replay(requests, 300, Lru())
 
