@@ -124,7 +124,6 @@ class Direct:
 def _room(line: Line, sizes: Sequence[int]) -> list[Extent]:
     """Extents for the next few blocks, at least one; none where there was no room in time."""
     ends = time.monotonic() + SPACE_S
-    line.listen()
     while not (extents := line.take_room(sizes, PIECE)) and time.monotonic() < ends:
         time.sleep(_POLL_S)
         line.listen()

@@ -20,6 +20,7 @@ import msgspec
 from kvstore import api, wire
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Overloaded, Unavailable
 from kvstore.ids import Link, Shard, unpack_prefixes
+from kvstore.server.awake import Awake
 from kvstore.server.held import Held
 from kvstore.server.inflight import READS
 from kvstore.server.limits import Limits, check_deadline
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
         window: Its write window.
         limits: Bounds.
         observe: Told of every request.
+        awake: Told of every request that was answered at once.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Connection(asyncio.Protocol):
         window: Window,
         limits: Limits,
         observe: Observe,
+        awake: Awake,
     ) -> None:
+        self._awake = awake
         self._accepted = accepted
         self._service, self._tenant, self._who, self._window = service, tenant, who, window
         self._limits, self._observe = limits, observe
@@ -228,6 +232,7 @@ class Connection(asyncio.Protocol):
             answer, outcome = wire.Fault(number, KVTierError(f"{_op(message)} failed inside the node").problem()), "internal"
         if answer is not None:
             self._send(answer)
+            self._awake.asked()
             self._observe(_op(message), outcome, time.perf_counter() - begun)
         elif not isinstance(message, wire.Publish) and not message.wait:
             self._send(wire.Later(number))

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvstore import wire
 from kvstore.errors import Corrupt, Denied, KVTierError, Overloaded, Unsupported
+from kvstore.server.awake import Awake
 from kvstore.server.connection import Connection
 from kvstore.server.limits import STANDARD, Limits
 from kvstore.server.observe import Observe, unobserved
@@ -31,6 +32,7 @@ class LocalServer:
         self._service, self._limits, self._observe = service, limits, observe
         self._connections: set[Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
+        self._awake = Awake()
 
     @classmethod
     @asynccontextmanager
@@ -155,6 +157,7 @@ class LocalServer:
                 window=window,
                 limits=self._limits,
                 observe=self._observe,
+                awake=self._awake,
             )
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -11,6 +12,7 @@ from typing import Final, Protocol
 from tiering import Movers
 
 log = logging.getLogger(__name__)
+_REST_S: Final = 0.002  # without a write: the burst is over
 _BATCH: Final = 8 << 20  # bytes that one visit to a thread copies: enough to make the visit cheap
 
 
@@ -45,31 +47,33 @@ class _Load:
 class Landing:
     """Copies and seals behind the writers' backs.
 
-    Digesting costs as much as copying. So a burst of writes is copied at the speed of memory, and digested while the writers
-    compute; who asks for one of these blocks meanwhile waits for it (`settled`).
+    Digesting costs as much as copying. So a burst of writes is copied at the speed of memory, and digested when it is over; who
+    asks for one of these blocks meanwhile has it digested at once, and waits for it (`settled`).
 
     Args:
-        movers: The threads.
+        movers: The threads. Half of them work here at a time: the other cores are the writers'.
         unsealed: Bytes that may be copied and not digested yet; beyond them writers are held up by digests too.
     """
 
     def __init__(self, movers: Movers, unsealed: int) -> None:
         self._movers, self._limit = movers, unsealed
+        self._most = max(1, movers.threads // 2)
         self._loads: deque[_Load] = deque()
         self._copied: deque[tuple[_Load, Room]] = deque()
         self._unsealed = 0
         self._pending: dict[_Load, int] = {}  # blocks of each that are not visible yet
         self._working: set[asyncio.Task[None]] = set()
+        self._taken = 0.0  # when a load came last
+        self._resting: asyncio.TimerHandle | None = None
+        self._hurried = 0  # by how many that wait
 
     def take(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None]) -> None:
         """Take blocks over: `copy` fills the rooms, on a thread; then the source is free, and `copied` is called on the loop."""
         load = _Load(tenant, rooms, copy, copied)
         self._loads.append(load)
         self._pending[load] = len(rooms)
-        if len(self._working) < self._movers.threads:
-            worker = asyncio.create_task(self._work())
-            self._working.add(worker)
-            worker.add_done_callback(self._working.discard)
+        self._taken = time.monotonic()
+        self._start()
 
     def pending(self, tenant: str) -> bool:
         """Whether blocks of a tenant are on their way."""
@@ -77,24 +81,51 @@ class Landing:
 
     async def settled(self, tenant: str, seconds: float | None = None) -> None:
         """Wait until what a tenant has published by now is visible, or that long."""
-        waiting = [load.landed for load in self._pending if load.tenant == tenant]
-        if waiting:
-            await asyncio.wait(waiting, timeout=seconds)
+        await self._wait([load.landed for load in self._pending if load.tenant == tenant], seconds)
 
     async def aclose(self) -> None:
         """Land what was taken."""
+        await self._wait([load.landed for load in self._pending], None)
         while self._working:
             await asyncio.wait(self._working)
+
+    async def _wait(self, landings: Sequence[asyncio.Future[None]], seconds: float | None) -> None:
+        if not landings:
+            return
+        self._hurried += 1
+        try:
+            self._start()
+            await asyncio.wait(landings, timeout=seconds)
+        finally:
+            self._hurried -= 1
+
+    def _start(self) -> None:
+        if len(self._working) < self._most:
+            worker = asyncio.create_task(self._work())
+            self._working.add(worker)
+            worker.add_done_callback(self._working.discard)
 
     async def _work(self) -> None:
         while True:
             if self._loads and self._unsealed < self._limit:
                 await self._copy()
-            elif self._copied:
+            elif self._copied and self._may_seal():
                 load, room = self._copied.popleft()
                 await self._seal(load, room)
             else:
                 return
+
+    def _may_seal(self) -> bool:
+        """Whether nobody is writing just now; otherwise there is a look later."""
+        if self._hurried or self._unsealed >= self._limit or time.monotonic() - self._taken > _REST_S:
+            return True
+        if self._resting is None:
+            self._resting = asyncio.get_running_loop().call_later(_REST_S, self._rested)
+        return False
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._start()
 
     async def _copy(self) -> None:
         """Copy the loads that come next, a batch of them in one visit to a thread."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore import codec
-from kvstore.ids import Namespace, Shard, tier_key, tier_key_head, unpack_prefixes
+from kvstore.ids import BlockName, Namespace, Shard, tier_key, tier_key_head, unpack_prefixes
+from kvstore.repo import BlockWant
+from tiering import Want
 
 _KEYS: Final = 8192  # remembered for one shard of a namespace
 
@@ -47,3 +49,10 @@ class Names:
                 self._sizes = {}
             self._sizes[length] = codec.layout(self.namespace, self.shard, length).raw_bytes
         return [self._sizes[length] for length in tokens]
+
+    def wants(self, prefixes: bytes, tokens: Sequence[int]) -> list[Want]:
+        """What to ask the tiers for, each with the block's name. Raises `Invalid`."""
+        space, shard = self.namespace, self.shard
+        names = (BlockName(space.id, shard, text, length) for text, length in zip(unpack_prefixes(prefixes), tokens, strict=True))
+        parts = zip(self.keys(prefixes), self.sizes(tokens), names, strict=True)
+        return [Want(key, size, BlockWant(name, space)) for key, size, name in parts]

@@ -14,7 +14,7 @@ import msgspec
 from kvstore import api, codec
 from kvstore.clock import Clock
 from kvstore.errors import Denied, Invalid, KVTierError, NotFound
-from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes, prefix_id, unpack_prefixes
+from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes, prefix_id
 from kvstore.lifecycle.prestage import Turns
 from kvstore.model import Copy
 from kvstore.repo import BlockWant, want
@@ -236,8 +236,7 @@ class Plane:
         if len(prefixes) != 32 * len(tokens):
             raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
         fields, stack = names.namespace, self._tiers[tenant].stack
-        wants = block_wants(fields, names.shard, map(Link, unpack_prefixes(prefixes), tokens))
-        return [self._room(stack, fields, each) for each in wants]
+        return [self._room(stack, fields, each) for each in names.wants(prefixes, tokens)]
 
     def land(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None]) -> None:
         """Take rooms over that `copy` will fill; see :class:`kvstore.service.landing.Landing`."""
