@@ -84,10 +84,18 @@ class DramSettings(Section, frozen=True, kw_only=True):
 
 
 class NvmeSettings(Section, frozen=True, kw_only=True):
-    """`[nvme]`: the local disk tier; off while `path` is empty."""
+    """`[nvme]`: the local disk tier; off while `path` is empty.
+
+    Attributes:
+        path: Its folder.
+        size: Payload it may hold.
+        admission: `all`, or `second`: a block that no promise rests on is written when it is offered for the second time, which
+            spares the disk most writes and costs hits. What durability `nvme` promises is always written.
+    """
 
     path: str = ""
     size: Bytes = Bytes(8 << 30)
+    admission: Literal["all", "second"] = "all"
 
 
 class NodeSettings(Section, frozen=True, kw_only=True):

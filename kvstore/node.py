@@ -35,7 +35,7 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Movers, PathInUse, Stack, StackSettings
+from tiering import DiskTier, DramTier, Movers, PathInUse, SecondSight, Stack, StackSettings
 
 DEFAULT_TENANT = "default"
 
@@ -175,7 +175,8 @@ async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
     path = _folder(settings.nvme.path)
     try:
         await movers.run(refuse_more_disk_than_there_is, path, int(settings.nvme.size))
-        async with DiskTier.open(path, int(settings.nvme.size), movers) as disk:
+        policy = SecondSight() if settings.nvme.admission == "second" else None
+        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy) as disk:
             yield disk
     except (PathInUse, OSError) as error:
         raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error

@@ -14,7 +14,8 @@ from tiering.dram import DramSlot, DramTier
 from tiering.fetching import Reach
 from tiering.flight import Flights
 from tiering.movers import Movers, settled
-from tiering.policy import Lru, Policy
+from tiering.policy import Lru, Policy, SecondSight
+from tiering.policy_reuse import Reuse
 from tiering.stack import Stack, StackSettings
 from tiering.stats import LATENCY_BOUNDS, Histogram, TierStats
 from tiering.tier import (
@@ -52,6 +53,8 @@ __all__ = [
     "PathInUse",
     "Policy",
     "Reach",
+    "Reuse",
+    "SecondSight",
     "Slot",
     "Stack",
     "StackSettings",

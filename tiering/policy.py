@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+_REMEMBERED: Final = 1 << 17  # keys turned away
 
 
 class Policy(Protocol):
@@ -83,3 +85,24 @@ class Lru:
     def victim(self) -> bytes | None:
         """The least recent, taken out."""
         return self._order.popitem(last=False)[0] if self._order else None
+
+
+class SecondSight(Lru):
+    """Admits a value when it is offered for the second time: what was seen once is not worth the wear of writing it.
+
+    It remembers the last 131,072 keys that it turned away. What must be written is not asked about.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turned_away: OrderedDict[bytes, None] = OrderedDict()
+
+    def admit(self, key: bytes, size: int) -> bool:  # noqa: ARG002  the seam's signature; the count is of values
+        """Whether it was turned away before."""
+        if key in self._turned_away:
+            del self._turned_away[key]
+            return True
+        self._turned_away[key] = None
+        if len(self._turned_away) > _REMEMBERED:
+            self._turned_away.popitem(last=False)
+        return False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiering.policy import Lru
+from tiering.policy import Lru, SecondSight
 from tiering.policy_reuse import Reuse
 
 
@@ -127,3 +127,11 @@ def test_the_conversation_trace(capacity, least):
     with path.open() as lines:
         requests = [[key(block) for block in json.loads(line)["hash_ids"]] for line in lines]
     assert replay(requests, capacity, Reuse()) >= least
+
+
+def test_second_sight_turns_a_key_away_once():
+    policy = SecondSight()
+    assert [policy.admit(key(1), 1), policy.admit(key(2), 1), policy.admit(key(1), 1)] == [False, False, True]
+    for number in range(3, 140_000):
+        policy.admit(key(number), 1)
+    assert not policy.admit(key(2), 1)  # so long ago that it is forgotten
