@@ -1,0 +1,98 @@
+"""What was published lands behind the writer's back: copied first, digested when the burst is over, waited for by who asks."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvstore.service.landing import Landing
+from tiering import Movers
+
+
+class Place:
+    def __init__(self, nbytes, log):
+        self.payload, self._log = memoryview(bytearray(nbytes)), log
+        self.fails = False
+
+    async def publish(self):
+        if self.fails:
+            raise OSError("no")
+        self._log.append(("sealed", bytes(self.payload[:1])))
+        return True
+
+    def abort(self):
+        self._log.append(("aborted", b""))
+
+
+@pytest.fixture
+async def movers():
+    async with Movers.open(2) as movers:
+        yield movers
+
+
+def take(landing, log, byte, nbytes=4096, tenant="a", fails=False, broken=False):
+    place = Place(nbytes, log)
+    place.fails = fails
+
+    def copy():
+        if broken:
+            raise OSError("gone")
+        place.payload[:] = bytes([byte]) * nbytes
+
+    landing.take(tenant, [place], copy, lambda: log.append(("copied", bytes([byte]))))
+    return place
+
+
+async def test_a_burst_is_copied_before_any_of_it_is_digested(movers):
+    landing, log = Landing(movers, 1 << 20), []
+    for byte in range(20):
+        take(landing, log, byte)
+    await landing.aclose()
+    kinds = [kind for kind, _ in log]
+    assert kinds == ["copied"] * 20 + ["sealed"] * 20
+    assert [byte for kind, byte in log if kind == "sealed"] == [bytes([byte]) for byte in range(20)]
+
+
+async def test_digests_hold_writers_up_when_too_much_is_not_digested(movers):
+    landing, log = Landing(movers, 4096), []
+    for byte in range(3):
+        take(landing, log, byte, nbytes=8 << 20)
+    await landing.aclose()
+    assert [kind for kind, _ in log] == ["copied", "sealed"] * 3
+
+
+async def test_without_anybody_asking_it_lands_all_the_same(movers):
+    landing, log = Landing(movers, 1 << 20), []
+    take(landing, log, 1)
+    assert landing.pending("a")
+    assert not landing.pending("b")
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if not landing.pending("a"):
+            break
+    assert [kind for kind, _ in log] == ["copied", "sealed"]
+
+
+async def test_a_wait_ends_at_its_deadline_and_the_work_goes_on(movers):
+    landing, log, go = Landing(movers, 1 << 20), [], threading.Event()
+    place = Place(1, log)
+    landing.take("a", [place], go.wait, lambda: None)
+    await landing.settled("a", 0.01)
+    assert landing.pending("a")
+    await landing.settled("b")
+    go.set()
+    await landing.settled("a")
+    assert log == [("sealed", b"\0")]
+
+
+async def test_what_cannot_be_copied_or_digested_is_dropped_alone(movers, caplog):
+    landing, log = Landing(movers, 1 << 20), []
+    take(landing, log, 1, broken=True)
+    await landing.settled("a")
+    take(landing, log, 2, fails=True)
+    take(landing, log, 3)
+    await landing.aclose()
+    assert log == [("aborted", b""), ("copied", b"\1"), ("copied", b"\2"), ("copied", b"\3"), ("sealed", b"\3")]
+    assert not landing.pending("a")
+    assert caplog.text.count("could not be copied") == 1
+    assert caplog.text.count("was dropped") == 1
