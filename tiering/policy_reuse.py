@@ -152,7 +152,12 @@ class Reuse:
 
     def add(self, key: bytes) -> None:
         """May be evicted from now on."""
-        self.add_many((key,))
+        run = self._home.get(key)
+        if run is None or not run.ranked or self._next:
+            self.add_many((key,))
+        elif key not in run.ranked:
+            run.ranked[key] = None
+            self._ranked += 1
 
     def add_many(self, keys: Sequence[bytes]) -> None:
         """These may be evicted from now on."""
@@ -244,6 +249,7 @@ class Reuse:
     def _rank(self) -> None:
         """The classes, least valuable last, each with the end to take from: an index has one peak, so its least is at an end."""
         order = sorted(map(self._end, filter(None, self._queues)), key=itemgetter(2), reverse=True)
+        self._most = max(self._most, self._ranked)
         self._order, self._stale = order, self._now + max(1, min(_STALE, self._ranked // 16))
 
     def _end(self, queue: OrderedDict[_Run, None]) -> tuple[OrderedDict[_Run, None], bool, float]:
