@@ -21,13 +21,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
-from kvstore import api, codec
+from kvstore import api
 from kvstore.clock import RandomIds
+from kvstore.connectors.arrivals import arrivals, copier
 from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
 from kvstore.errors import Gone, Invalid, NotFound, Overloaded, Unavailable
 from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from kvstore.client import SyncClient
 
 log = logging.getLogger(__name__)
-WINDOW_BYTES: Final = 64 << 20  # of blocks leased at once: far below any arena, enough to keep a bucket's link busy
 DEADLINE_MS: Final = 60_000
 MAX_REMEMBERED: Final = 4096  # sessions whose version is remembered for the next commit
 _PUT_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # a node under load drops what it cannot take: offer it again, then give up
@@ -138,25 +140,29 @@ class SessionCache:
             return self._nothing(error)
 
     def _restore(self, session_id: str, prompt: np.ndarray | None, version: int | None, deadline_ms: int) -> Restored:
-        begun = self._kv.restore(  # answers at once; it stages what the loop of `_deliver` then takes window by window
-            session_id,
-            namespace=self.namespace,
-            version=version,
-            tokens=() if prompt is None else prompt.tolist(),
-            deadline_ms=deadline_ms,
-        )
-        found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
+        with ThreadPoolExecutor(1, "kvtier-restore") as beside:  # two questions at once
+            begun = beside.submit(  # answered at once; it stages what `_deliver` then takes window by window
+                self._kv.restore,
+                session_id,
+                namespace=self.namespace,
+                version=version,
+                tokens=() if prompt is None else prompt.tolist(),
+                deadline_ms=deadline_ms,
+            )
+            found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
+            restore_id = begun.result().restore_id
         self._remember(session_id, found)
         links = found.blocks
         if prompt is not None:  # of the first block that differs, too, the beginning may be common
             links = links[: agreeing(self.namespace, links, prompt) + 1]
-        return self._deliver(links, prompt, deadline_ms, version=found.version, restore_id=begun.restore_id)
+        near = self._stored(links, reach="dram").run
+        return self._deliver(links, near, prompt, deadline_ms, version=found.version, restore_id=restore_id)
 
     def reusable(self, input_ids: Any) -> int:
         """How many tokens of a prompt `reuse` would deliver now, whichever sessions they came from. Moves no KV."""
         prompt = self._ids(input_ids)
         try:
-            return usable(self._stored(chain(self.namespace, prompt)) * self.namespace.block_tokens, prompt.size)
+            return usable(self._stored(chain(self.namespace, prompt)).run * self.namespace.block_tokens, prompt.size)
         except (Unavailable, Overloaded) as error:
             log.warning("kvtier: look-up failed, nothing is reused: %s", error)
             return 0
@@ -166,7 +172,9 @@ class SessionCache:
         prompt = self._ids(input_ids)
         try:
             links = chain(self.namespace, prompt)
-            return self._deliver(links[: self._stored(links)], prompt, deadline_ms)
+            found = self._stored(links)
+            near = next((index for index, tier in enumerate(found.tiers) if tier != "dram"), found.run)
+            return self._deliver(links[: found.run], near, prompt, deadline_ms)
         except (Unavailable, Overloaded) as error:
             return self._nothing(error)
 
@@ -174,21 +182,17 @@ class SessionCache:
         log.warning("kvtier: nothing was restored, the prompt is recomputed: %s", error)
         return Restored(past_key_values=self._torch.empty_cache(self._model), tokens=as_tokens(()), miss=str(error))
 
-    def _deliver(self, links: Sequence[Link], prompt: np.ndarray | None, deadline_ms: int, **about: Any) -> Restored:
+    def _deliver(self, links: Sequence[Link], near: int, prompt: np.ndarray | None, deadline_ms: int, **about: Any) -> Restored:
         """Copy blocks into a new cache, each byte once, until the prompt, the blocks or the deadline end."""
         stored = sum(link.tokens for link in links)
         limit = stored if prompt is None else usable(stored, prompt.size)
         kv, tokens = self._geometry.buffer(limit), np.empty(limit, "<u4")
         done, miss = 0, ""
         parent: NamespaceId | PrefixId = self.namespace.id
-        ends = time.monotonic() + deadline_ms / 1000
-        for window in self._windows(links):
-            if miss or done == limit:
-                break
-            left_ms = max(1, int((ends - time.monotonic()) * 1000))
-            before = done
-            with self._kv.get(self.namespace, self._shard, window, deadline_ms=left_ms) as blocks:
-                miss = blocks.miss
+        arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
+        with closing(arriving), copier(kv.nbytes) as copy:
+            for window, blocks in arriving if limit else ():
+                miss, before = blocks.miss, done
                 for link, lease in zip(window, blocks.leases, strict=False):
                     block_kv, block_ids = self._geometry.read(lease.view, link.tokens)
                     parent = block_id(self.namespace.id, parent, block_ids)
@@ -197,18 +201,15 @@ class SessionCache:
                         break
                     ids = block_ids[: limit - done]
                     common = ids.size if prompt is None else common_prefix(ids, prompt[done:])
-                    np.copyto(kv[:, :, done : done + common], block_kv[:, :, :common])
+                    copy(kv[:, :, done : done + common], block_kv[:, :, :common])
                     tokens[done : done + common] = ids[:common]
                     done += common
                 if not blocks.intact:
                     done, miss = before, "unavailable"  # the node died while this was copied
+                if miss or done == limit:
+                    break
         cache = self._geometry.cache(self._model, kv[:, :, :done])
         return Restored(past_key_values=cache, tokens=tokens[:done], miss=miss, **about)
-
-    def _windows(self, links: Sequence[Link]) -> Sequence[Sequence[Link]]:
-        size = codec.layout(self.namespace, self._shard, self.namespace.block_tokens).raw_bytes
-        step = max(1, WINDOW_BYTES // size)
-        return [links[first : first + step] for first in range(0, len(links), step)]
 
     # --- commit ---
 
@@ -278,7 +279,7 @@ class SessionCache:
     def _publish(self, links: Sequence[Link], tokens: np.ndarray, cache: DynamicCache) -> int:
         """Hand the node what is not stored. Returns how many leading blocks are stored, or were taken."""
         size = self.namespace.block_tokens
-        missing = list(range(self._stored(links), len(links)))
+        missing = list(range(self._stored(links).run, len(links)))
 
         def fill(index: int, payload: memoryview) -> None:
             at = missing[index]
@@ -314,12 +315,12 @@ class SessionCache:
     def _ids(self, input_ids: Any) -> np.ndarray:
         return as_tokens(self._torch.as_ids(input_ids))
 
-    def _stored(self, links: Sequence[Link]) -> int:
-        """Length of the leading run of blocks that are somewhere."""
+    def _stored(self, links: Sequence[Link], reach: api.Tier = "bucket") -> api.Found:
+        """The leading run of blocks that are somewhere, no farther than `reach`."""
         if not links:
-            return 0
+            return api.Found(run=0, tiers=[])
         names = [link.prefix_id for link in links]
-        return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=(self._shard,)).run
+        return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=(self._shard,), reach=reach)
 
     def _remember(self, session_id: str, found: api.Session | api.SessionManifest | api.Receipt) -> None:
         self._bases[session_id] = (found.version, found.branch)

@@ -68,7 +68,7 @@ class FakeClient:
             branch=self._branch(session, namespace),
         )
 
-    def lookup(self, *, namespace, prefix_ids, shards):
+    def lookup(self, *, namespace, prefix_ids, shards, reach="bucket"):
         self._up()
         run = 0
         while run < len(prefix_ids) and (ident(namespace), prefix_ids[run]) in self.blocks:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -267,21 +268,42 @@ def test_b44_no_lease_is_left(model, kv, sessions, prompt, prefill):
     assert kv.leased == 0
 
 
-def test_long_sessions_are_read_in_windows(torch, model, kv, sessions, prompt, prefill, monkeypatch):
-    monkeypatch.setattr("kvstore.connectors.hf.WINDOW_BYTES", 1)
+@pytest.mark.parametrize(("near", "most"), [(True, 1), (False, 3)])
+def test_long_sessions_are_read_in_windows(torch, model, kv, sessions, prompt, prefill, monkeypatch, near, most):
+    for name, value in (("NEAR", 1), ("FAR", 1), ("REQUESTS", 2)):
+        monkeypatch.setattr(f"kvstore.connectors.arrivals.{name}", value)
     cache = prefill(model, prompt(90))
     sessions.commit("s", prompt(90), cache)
-    most = 0
+    seen = []
 
     def get(*args, **settings):
-        nonlocal most
         blocks = FakeClient.get(kv, *args, **settings)
-        most = max(most, kv.leased)
+        seen.append((len(blocks), kv.leased))
         return blocks
 
     kv.get = get
+    if not near:
+        kv.lookup = lambda **asked: FakeClient.lookup(kv, **asked | {"prefix_ids": []})
     assert torch.equal(kv_of(torch, sessions.restore("s").past_key_values), kv_of(torch, cache))
-    assert most == 1
+    assert [count for count, _ in seen] == [1] * 6
+    assert max(leased for _, leased in seen) <= most
+    assert kv.leased == 0
+
+
+@pytest.mark.parametrize("near", [0, 1, 2, 3])
+def test_a_hole_ends_it_and_what_was_asked_for_behind_it_goes_back(torch, model, kv, sessions, prompt, prefill, monkeypatch, near):
+    monkeypatch.setattr("kvstore.connectors.arrivals.FAR", 1)
+    cache = prefill(model, prompt(90))
+    sessions.commit("s", prompt(90), cache)
+    del kv.blocks[sessions.namespace.id, kv.puts[2].prefix_id]
+    kv.lookup = lambda **asked: FakeClient.lookup(kv, **asked | {"prefix_ids": asked["prefix_ids"][:near]})
+    restored = sessions.restore("s")
+    assert (restored.tokens.size, restored.miss) == (2 * B, "absent")
+    assert torch.equal(kv_of(torch, restored.past_key_values), kv_of(torch, cache)[:, :, : 2 * B])
+    ends = time.monotonic() + 10
+    while kv.leased and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert kv.leased == 0
 
 
 def test_dropped_blocks_are_offered_again(model, kv, sessions, prompt, prefill, monkeypatch):
