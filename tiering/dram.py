@@ -214,7 +214,8 @@ class DramTier:
     def pin_all(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[DramValue] | None:
         """All of these values leased, without an object for each lease; None, and nothing counted, where one is not here.
 
-        The short way for a reader in another process, which needs offsets only. Whoever gets values gives them to `unpin_all`.
+        The short way for a reader in another process, which needs offsets only. Whoever gets values gives them to `pinned`, which
+        costs more than this and can wait until the reader has its answer, and in the end to `unpin_all`.
         """
         with self._lock:
             if self._closed:
@@ -224,8 +225,6 @@ class DramTier:
                 if value is None or value.size != size:
                     return None
                 found.append(value)
-            self._ranking.asked(keys)
-            self._ranking.lease_all(found)
             for value in found:
                 if not value.leases:
                     self._pinned += value.size
@@ -234,6 +233,12 @@ class DramTier:
             self.stats.hits += len(found)
             self.stats.bytes_out += sum(sizes)
             return found
+
+    def pinned(self, values: Sequence[DramValue]) -> None:
+        """The other half of `pin_all`: somebody wanted these, in this order; and they have no rank while they are read."""
+        with self._lock:
+            self._ranking.asked([value.key for value in values])
+            self._ranking.lease_all(value for value in values if not value.gone)
 
     def unpin_all(self, values: Sequence[DramValue]) -> None:
         """Give back what `pin_all` gave, each value as often as it was given."""

@@ -25,7 +25,7 @@ from kvstore.server.held import Held
 from kvstore.server.inflight import READS
 from kvstore.server.limits import Limits, check_deadline
 from kvstore.server.observe import Observe, observed
-from kvstore.server.ports import Room, Service
+from kvstore.server.ports import Pin, Room, Service
 from kvstore.server.window import Window
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._abandonable: set[int] = set()  # requests that change nothing, so that they may be cut short
         self._held = Held(self._plane, tenant)
+        self._unaccounted: Sequence[Pin] = ()
         self._draining = 0  # publications that are still read from the window
         self._drained = asyncio.Event()
         self._drained.set()
@@ -232,6 +233,7 @@ class Connection(asyncio.Protocol):
             answer, outcome = wire.Fault(number, KVTierError(f"{_op(message)} failed inside the node").problem()), "internal"
         if answer is not None:
             self._send(answer)
+            self._account(message)
             self._awake.asked()
             self._observe(_op(message), outcome, time.perf_counter() - begun)
         elif not isinstance(message, wire.Publish) and not message.wait:
@@ -326,6 +328,12 @@ class Connection(asyncio.Protocol):
 
     # --- blocks ---
 
+    def _account(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
+        """What a lease means for eviction takes longer than the lease: it is worked out when the reader has its answer."""
+        pins, self._unaccounted = self._unaccounted, ()
+        if pins and isinstance(message, wire.Get):
+            self._plane.pinned(self._tenant, pins, message.tokens)
+
     def _pinned(self, get: wire.Get) -> wire.Leased | None:
         """Leases on blocks that are all in memory."""
         if len(get.tokens) > min(_AT_ONCE, self._limits.leases - len(self._held)):
@@ -334,7 +342,7 @@ class Connection(asyncio.Protocol):
         pins = self._plane.pin_now(self._tenant, get.namespace, get.shard, get.prefixes, get.tokens)
         if pins is None:
             return None
-        first = self._held.add(pins)
+        first, self._unaccounted = self._held.add(pins), pins
         return wire.Leased(get.id, first, [pin.offset for pin in pins], [pin.size for pin in pins], "")
 
     async def _get(self, get: wire.Get) -> wire.Leased:

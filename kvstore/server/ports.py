@@ -76,6 +76,10 @@ class Plane(Protocol):
         """All of these blocks, if that can be told at once."""
         ...
 
+    def pinned(self, tenant: str, pins: Sequence[Any], tokens: Sequence[int]) -> None:
+        """The reader has its answer: count what `pin_now` gave."""
+        ...
+
     def unpin(self, tenant: str, pins: Sequence[Any]) -> None:
         """Give back what `pin_now` gave."""
         ...

@@ -202,6 +202,8 @@ class Plane:
     def pin_now(self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]) -> list[DramValue] | None:
         """Lease all of these blocks if every one is in memory; None where that takes longer to tell (`get` does).
 
+        What is got is given to `pinned` as soon as the reader has its answer, and to `unpin` in the end.
+
         Args:
             tenant: Whose.
             namespace: Its id.
@@ -217,10 +219,12 @@ class Plane:
             return None
         if len(prefixes) != 32 * len(tokens):
             raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
-        found = self._tiers[tenant].dram.pin_all(names.keys(prefixes), names.sizes(tokens))
-        if found is not None:
-            self.reads.pinned(tokens)
-        return found
+        return self._tiers[tenant].dram.pin_all(names.keys(prefixes), names.sizes(tokens))
+
+    def pinned(self, tenant: str, pins: Sequence[DramValue], tokens: Sequence[int]) -> None:
+        """Count what `pin_now` gave, and what it means for eviction."""
+        self._tiers[tenant].dram.pinned(pins)
+        self.reads.pinned(tokens)
 
     def unpin(self, tenant: str, pins: Sequence[DramValue]) -> None:
         """Give back what `pin_now` gave."""
