@@ -86,7 +86,7 @@ class _Run:
 class Reuse:
     """Fewest expected hits per block and time goes first; see the module. Everything comes in: what is not worth it leaves first.
 
-    Work per block is constant: classes and ages are bounded, runs are handled as a whole. Some 300 bytes are remembered per
+    Work per block is constant: classes and ages are bounded, runs are handled as a whole. Some 170 bytes are remembered per
     block, for nine times as many as the tier held (and 131,072 at least).
     """
 
