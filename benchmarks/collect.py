@@ -36,7 +36,7 @@ from kvstore.lifecycle.messages import Job
 from kvstore.lifecycle.runners import Subprocess
 from kvstore.model import BlockRef, Branch, Copy, Head, Manifest, dump
 from kvstore.objects import CREATE, MemoryStore, ObjectStore, S3Store
-from kvstore.objects.base import PAGE, Absent, Got, ObjectMeta, Unchanged
+from kvstore.objects.base import PAGE, Absent, Arrived, Got, ObjectMeta, Unchanged
 from kvstore.repo.fsck import fsck
 from kvstore.repo.testing import Shelf, commit, opened, tiny
 from kvstore.repo.together import together
@@ -68,6 +68,7 @@ class Synthetic(MemoryStore):
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """A head or manifest made up; anything else as in memory."""
         body = b""
@@ -76,7 +77,7 @@ class Synthetic(MemoryStore):
         elif KEYS.parse_manifest(key) is not None:
             body = dump(_manifest(int(key.split("/")[-2], 16)), key)
         if not body:
-            return await super().get(key, range=range, into=into, if_none_match=if_none_match)
+            return await super().get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
         return Got(memoryview(body), '"e"', len(body), 0.0)
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:

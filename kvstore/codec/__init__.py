@@ -8,6 +8,7 @@ Everything here is synchronous and pure, meant for mover threads: digests, compr
 Bytes that are not what they claim raise `Corrupt` and nothing else; a call that could never be right raises `Invalid`.
 """
 
+from kvstore.codec.arriving import Arriving
 from kvstore.codec.block import Encoded, decode, decode_in_place, decode_layers, encode, seal, tensor_range, tensors, verify
 from kvstore.codec.coding import CODECS, Codec, compressed, decompressed
 from kvstore.codec.header import Header, block_digest, header_length, stored_header
@@ -16,6 +17,7 @@ from kvstore.codec.layout import MAX_OBJECT_BYTES, Layout, TensorSpec, layout, s
 __all__ = [
     "CODECS",
     "MAX_OBJECT_BYTES",
+    "Arriving",
     "Codec",
     "Encoded",
     "Header",

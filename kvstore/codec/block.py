@@ -67,7 +67,7 @@ def _verified(raw: memoryview, name: BlockName, ns: Namespace) -> Header:
     if header.codec != "raw":
         raise Corrupt(f"block: codec {header.codec} where a raw object was expected")
     for index in range(len(header.digests)):
-        _check(header, index, payload)
+        check_tensor(header, index, payload)
     return header
 
 
@@ -200,7 +200,7 @@ def _open(view: memoryview, name: BlockName, ns: Namespace) -> tuple[Header, mem
     return header, view[header.header_bytes :]
 
 
-def _check(header: Header, index: int, payload: memoryview, base: int = 0) -> memoryview:
+def check_tensor(header: Header, index: int, payload: memoryview, base: int = 0) -> memoryview:
     """The stored bytes of one tensor, verified. `payload` starts at byte `base` of the payload."""
     start, end = header.starts[index : index + 2]
     stored = payload[start - base : end - base]
@@ -209,12 +209,16 @@ def _check(header: Header, index: int, payload: memoryview, base: int = 0) -> me
     return stored
 
 
+def place_tensor(header: Header, index: int, payload: memoryview, target: memoryview, base: int = 0) -> None:
+    """Verify one tensor and decode it to where the raw object has it."""
+    stored, expected = check_tensor(header, index, payload, base), header.layout
+    start = expected.header_bytes + expected.offsets[index]
+    decode_tensor(header.codec, expected.specs[index], stored, target[start : start + expected.sizes[index]])
+
+
 def _decode(header: Header, payload: memoryview, base: int, wanted: range, target: memoryview) -> None:
-    expected = header.layout
     for index in wanted:
-        stored = _check(header, index, payload, base)
-        start = expected.header_bytes + expected.offsets[index]
-        decode_tensor(header.codec, expected.specs[index], stored, target[start : start + expected.sizes[index]])
+        place_tensor(header, index, payload, target, base)
 
 
 def _layer_tensors(expected: Layout, first_layer: int, last_layer: int) -> range:

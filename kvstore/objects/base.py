@@ -7,7 +7,7 @@ never sent again behind the caller's back. `tests/contract` runs one suite on ev
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -84,6 +84,8 @@ CREATE: Final = Create()
 
 PutMode: TypeAlias = Overwrite | Create | Update
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Arrived: TypeAlias = Callable[[int, int], None]
+"""Told that bytes [start, end) of a target are in place."""
 
 
 class ObjectStore(Protocol):
@@ -102,6 +104,7 @@ class ObjectStore(Protocol):
         range: tuple[int, int] | None = None,  # noqa: A002  the HTTP header's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """Read an object, or the bytes [start, end) of it.
 
@@ -109,6 +112,11 @@ class ObjectStore(Protocol):
         what is there. With `into`, bytes are put there and nothing longer than it is ever buffered: an object (or range)
         larger than `into` raises `Corrupt` before its body is read. When the caller is cancelled, nobody writes into `into` any
         more once this call is over.
+
+        `arrived` is told what is in place of `into` while the rest is still coming, on the threads that move it, several at a time
+        perhaps: work on bytes there costs no hand-over. It does not raise. `arrived(0, 0)` takes back everything said before:
+        another attempt begins, or its bytes were laid over. A store that has no such threads, or a wrapper that changes bytes,
+        says nothing; whoever counts on all bytes looks at what was told when this call is over.
         """
         ...
 

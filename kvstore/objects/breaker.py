@@ -13,7 +13,7 @@ import msgspec
 
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Closed, KVTierError, Overloaded, Unavailable
-from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
 from kvstore.objects.sockets import until_over
 
 log = logging.getLogger(__name__)
@@ -207,10 +207,11 @@ class BreakingStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         return await self._through(
-            lambda: self._cut_short(self._store.get(key, range=range, into=into, if_none_match=if_none_match))
+            lambda: self._cut_short(self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived))
         )
 
     async def head(self, key: str) -> ObjectMeta | Absent:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import KVTierError
-from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
 
 _T = TypeVar("_T")
 
@@ -26,9 +26,12 @@ class CountingStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._counted("get", self._store.get(key, range=range, into=into, if_none_match=if_none_match))
+        return await self._counted(
+            "get", self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
+        )
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""

@@ -14,6 +14,7 @@ from kvstore.objects.base import (
     PAGE,
     UNCHANGED,
     Absent,
+    Arrived,
     Buffer,
     Create,
     Got,
@@ -26,9 +27,10 @@ from kvstore.objects.base import (
 )
 from kvstore.objects.credentials import Credentials
 from kvstore.objects.documents import MOST_BYTES, Page, deletion, parse_deletion, parse_page
+from kvstore.objects.http1 import Answer
 from kvstore.objects.settings import S3Settings
 from kvstore.objects.signing import UNSIGNED, encode_path, encode_query, sign
-from kvstore.objects.sockets import Answer, Request, Sockets
+from kvstore.objects.sockets import Request, Sockets
 
 _ERROR_BYTES: Final = 64 << 10
 
@@ -47,7 +49,13 @@ class Direct:
         self._address = settings.address()
 
     async def get(
-        self, key: str, span: tuple[int, int] | None, target: memoryview, if_none_match: str | None, credentials: Credentials
+        self,
+        key: str,
+        span: tuple[int, int] | None,
+        target: memoryview,
+        if_none_match: str | None,
+        credentials: Credentials,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged | None:
         """As the contract's `get`, into memory of the caller; None where the range holds no bytes (416)."""
         what, headers = f"GET {key}", {"accept-encoding": "identity"}
@@ -55,7 +63,7 @@ class Direct:
             headers["range"] = f"bytes={span[0]}-{span[1] - 1}"
         if if_none_match:
             headers["if-none-match"] = if_none_match
-        answer = await self._ask("GET", key, credentials, headers=headers, into=target)
+        answer = await self._ask("GET", key, credentials, headers=headers, into=target, arrived=arrived)
         if answer.status == (206 if span else 200):
             meta = _meta(key, answer)
             return Got(answer.body, meta.etag, meta.size, meta.modified)
@@ -117,6 +125,7 @@ class Direct:
         body: Buffer = b"",
         payload: str = "",
         into: memoryview | None = None,
+        arrived: Arrived | None = None,
         limit: int = _ERROR_BYTES,
     ) -> Answer:
         path, encoded = f"{self._address.path}/{encode_path(key)}", encode_query(query)
@@ -135,6 +144,7 @@ class Direct:
             Request(method, f"{path}?{encoded}" if encoded else path, signed, body),
             deadline_s=self._settings.deadline_s(len(body) + (0 if into is None else len(into))),
             into=into,
+            arrived=arrived,
             limit=limit,
             abortable=method != "PUT",
         )

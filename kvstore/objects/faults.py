@@ -13,7 +13,7 @@ import msgspec
 
 from kvstore.clock import Clock, SystemClock
 from kvstore.errors import KVTierError, Unavailable
-from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
 
 _T = TypeVar("_T")
 
@@ -103,6 +103,7 @@ class Faults:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,  # noqa: ARG002  verified before, flipped bits would pass
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         return await self._do(

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.clock import Clock
 from kvstore.errors import Unavailable
-from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
 from kvstore.objects.sockets import until_over
 
 Answer: TypeAlias = Got | Absent | Unchanged
@@ -83,11 +83,13 @@ class HedgingStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Answer:
         """See :class:`kvstore.objects.base.ObjectStore`."""
 
         def ask(target: memoryview | None) -> Coroutine[Any, Any, Answer]:
-            return self._store.get(key, range=range, into=target, if_none_match=if_none_match)
+            told = arrived if target is into else None  # of the second GET, nobody knows yet whether it will be the answer
+            return self._store.get(key, range=range, into=target, if_none_match=if_none_match, arrived=told)
 
         if into is None or into.nbytes == 0:
             return await ask(into)
@@ -95,7 +97,7 @@ class HedgingStore:
         size = into.nbytes if range is None else min(into.nbytes, range[1] - range[0])
         latencies = self._seen.setdefault(size.bit_length(), _Latencies(self._settings))
         begun, slow = self._clock.monotonic(), latencies.slow()
-        answer = await (ask(into) if slow is None else self._raced(ask, into, slow))
+        answer = await (ask(into) if slow is None else self._raced(ask, into, slow, arrived))
         if isinstance(answer, Got):
             latencies.observe(self._clock.monotonic() - begun)
         return answer
@@ -130,7 +132,11 @@ class HedgingStore:
         await self._store.aclose()
 
     async def _raced(
-        self, ask: Callable[[memoryview | None], Coroutine[Any, Any, Answer]], into: memoryview, slow: float
+        self,
+        ask: Callable[[memoryview | None], Coroutine[Any, Any, Answer]],
+        into: memoryview,
+        slow: float,
+        arrived: Arrived | None,
     ) -> Answer:
         first, second = asyncio.create_task(ask(into)), None
         try:
@@ -144,6 +150,8 @@ class HedgingStore:
                     await _end(first)
                     if _lost(first):  # else its answer came in this very moment, and is in place
                         self._counts["won"] += 1
+                        if arrived is not None:
+                            arrived(0, 0)
                         return await _copied(second.result(), into)
             await asyncio.wait((first,))
             return first.result()

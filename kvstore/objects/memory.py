@@ -16,6 +16,7 @@ from kvstore.objects.base import (
     REFUSED,
     UNCHANGED,
     Absent,
+    Arrived,
     Buffer,
     Create,
     Got,
@@ -64,6 +65,7 @@ class MemoryStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,  # noqa: ARG002  it all comes at once
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         found = await self._find(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from kvstore.clock import Clock
-from kvstore.objects.base import Absent, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
 
 
 class PacedStore:
@@ -30,10 +30,11 @@ class PacedStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         await self._turn()
-        return await self._store.get(key, range=range, into=into, if_none_match=if_none_match)
+        return await self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""

@@ -15,6 +15,7 @@ from kvstore.clock import Clock, Ids
 from kvstore.errors import Unavailable
 from kvstore.objects.base import (
     Absent,
+    Arrived,
     Buffer,
     Got,
     ObjectMeta,
@@ -99,9 +100,10 @@ class RetryingStore:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._again(lambda: self._store.get(key, range=range, into=into, if_none_match=if_none_match))
+        return await self._again(lambda: self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived))
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""

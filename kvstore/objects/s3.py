@@ -24,6 +24,7 @@ from kvstore.objects.base import (
     PAGE,
     UNCHANGED,
     Absent,
+    Arrived,
     Buffer,
     Got,
     ObjectMeta,
@@ -101,6 +102,7 @@ class S3Store:
         range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
         into: memoryview | None = None,
         if_none_match: str | None = None,
+        arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`. Without `into`, more than `max_inflight_bytes` is `Corrupt`."""
         target = None if into is None else into.cast("B")
@@ -111,7 +113,9 @@ class S3Store:
             if target is None or min(len(target), LARGE if range is None else range[1] - range[0]) < LARGE:
                 return await session.get(key, range, target, if_none_match)
             async with self._gate.hold(len(target)):
-                return await self._direct.get(key, range, target, if_none_match, session.credentials)
+                if arrived is not None:
+                    arrived(0, 0)
+                return await self._direct.get(key, range, target, if_none_match, session.credentials, arrived)
 
         async with self._call(key):
             found = await self._sessions.use(attempt)

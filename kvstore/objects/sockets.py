@@ -7,10 +7,10 @@ whose error documents are seen, and the error text that a HEAD does not carry.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import deque
@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.errors import Corrupt, Overloaded
+from kvstore.errors import Overloaded
 from kvstore.objects.answers import no_answer
-from kvstore.objects.base import Buffer
+from kvstore.objects.base import Arrived, Buffer
+from kvstore.objects.http1 import Answer, Broken, Connection, Landing, NoAnswer
 from kvstore.objects.settings import Endpoint
 
 _CONNECT_S: Final = 5.0
 _IDLE_S: Final = 15.0  # shorter than servers keep idle connections, so that a dead one is rarely picked
-_SLICE: Final = 4 << 20
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -38,23 +38,17 @@ class Request(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     body: Buffer = b""
 
+    def head(self, body: int) -> bytes:
+        """As it is sent, ahead of a body of so many bytes."""
+        fields = [f"{name}: {value}" for name, value in self.headers.items()]
+        if self.method in {"PUT", "POST"}:
+            fields.append(f"content-length: {body}")
+        return "\r\n".join([f"{self.method} {self.target} HTTP/1.1", *fields, "", ""]).encode("latin-1")
+
     @property
     def resendable(self) -> bool:
         """Whether sending it again after the connection broke does nothing new."""
         return self.method in {"GET", "HEAD"}
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """Status, headers in lower case, and the body: in the caller's memory for a successful read, else bounded bytes of ours."""
-
-    status: int
-    headers: dict[str, str]
-    body: memoryview
-
-    @property
-    def text(self) -> str:
-        """The body as text, for error documents and listings."""
-        return str(self.body, "utf-8", "replace")
 
 
 class Sockets:
@@ -69,11 +63,18 @@ class Sockets:
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, connections: int) -> None:
         self._endpoint, self._tls, self._most = endpoint, tls, connections
         self._threads = ThreadPoolExecutor(connections, thread_name_prefix="kvtier-s3")
-        self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
+        self._idle: deque[tuple[Connection, float]] = deque()
         self._lock = threading.Lock()
 
     async def send(
-        self, request: Request, *, deadline_s: float, into: memoryview | None = None, limit: int = 1 << 20, abortable: bool = True
+        self,
+        request: Request,
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+        limit: int = 1 << 20,
+        arrived: Arrived | None = None,
+        abortable: bool = True,
     ) -> Answer:
         """One request and its answer.
 
@@ -85,6 +86,7 @@ class Sockets:
             deadline_s: Seconds from now, waiting for a thread included.
             into: Where the body of a 200 or 206 goes.
             limit: Most bytes of a body that does not go into `into`.
+            arrived: As :meth:`kvstore.objects.base.ObjectStore.get` has it.
             abortable: See above.
 
         Raises:
@@ -92,7 +94,7 @@ class Sockets:
             Overloaded: No thread was free before the deadline; nothing was sent.
             Corrupt: The body is larger than `into`, or `limit`.
         """
-        exchange = _Exchange(self, request, into, limit, deadline_s)
+        exchange = _Exchange(self, request, Landing(into, limit, arrived), deadline_s)
         queued = self._threads.submit(exchange.run)
         ended = asyncio.wrap_future(queued)
         late = False
@@ -122,7 +124,7 @@ class Sockets:
         while self._idle:
             self._idle.pop()[0].close()
 
-    def take(self) -> http.client.HTTPConnection | None:
+    def take(self) -> Connection | None:
         """A kept-alive connection on which nothing has arrived since its last answer; the most recent one first."""
         while True:
             with self._lock:
@@ -133,7 +135,7 @@ class Sockets:
                 return connection
             connection.close()
 
-    def keep(self, connection: http.client.HTTPConnection) -> None:
+    def keep(self, connection: Connection) -> None:
         """Give a connection back whose answer was read to its end."""
         with self._lock:
             if len(self._idle) < self._most:
@@ -141,23 +143,24 @@ class Sockets:
                 return
         connection.close()
 
-    def connect(self) -> http.client.HTTPConnection:
+    def connect(self) -> Connection:
         """A new connection."""
-        host, port = self._endpoint.host, self._endpoint.port
-        connection = (
-            http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=self._tls)
-            if self._endpoint.tls
-            else http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
-        )
-        connection.connect()
-        return connection
+        sock = socket.create_connection((self._endpoint.host, self._endpoint.port), timeout=_CONNECT_S)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=self._endpoint.host)
+        except BaseException:
+            sock.close()
+            raise
+        return Connection(sock)
 
 
 class _Exchange:
     """One request on one connection, in one thread. `abort` may come from any other."""
 
-    def __init__(self, sockets: Sockets, request: Request, into: memoryview | None, limit: int, deadline_s: float) -> None:
-        self._sockets, self._request, self._into, self._limit, self._deadline = sockets, request, into, limit, deadline_s
+    def __init__(self, sockets: Sockets, request: Request, landing: Landing, deadline_s: float) -> None:
+        self._sockets, self._request, self._landing, self._deadline = sockets, request, landing, deadline_s
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -177,80 +180,38 @@ class _Exchange:
             if kept is not None:
                 try:
                     return self._on(kept)
-                except (http.client.RemoteDisconnected, ConnectionError):
+                except (NoAnswer, ConnectionError):
                     if not self._request.resendable or self._aborted:
                         raise
+                    if self._landing.arrived is not None:
+                        self._landing.arrived(0, 0)
             return self._on(self._sockets.connect())
         except ssl.SSLCertVerificationError as error:
             raise no_answer(self.name, error.verify_message, kind="untrusted_certificate") from error
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise no_answer(self.name, "the connection timed out", kind="timeout") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, Broken) as error:
             raise no_answer(self.name, f"{type(error).__name__}: {error}") from error
 
-    def _on(self, connection: http.client.HTTPConnection) -> Answer:
+    def _on(self, connection: Connection) -> Answer:
         with self._lock:
             self._socket = connection.sock
             if self._aborted:
                 connection.close()
                 raise ConnectionAbortedError("given up before it was sent")
-        # Whoever waits keeps the deadline and cuts the connection; this is for a loop that died without doing so.
-        connection.sock.settimeout(self._deadline)
-        reusable = False
         try:
-            response = self._send(connection)
-            answer = self._receive(response)
-            reusable = response.isclosed() and not response.will_close
-            return answer
+            # Whoever waits keeps the deadline and cuts the connection; this is for a loop that died without doing so.
+            _block(connection.sock, self._deadline)
+            body = memoryview(self._request.body).cast("B")
+            connection.send(self._request.head(len(body)), body)
+            return connection.receive(self._request.method, self._landing, self.name)
         finally:
             with self._lock:
                 self._socket = None
-            if reusable and not self._aborted:
+            if connection.reusable and not self._aborted:
                 self._sockets.keep(connection)
             else:
                 connection.close()
-
-    def _send(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
-        request = self._request
-        connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
-        for name, value in request.headers.items():
-            connection.putheader(name, value)
-        body = memoryview(request.body).cast("B")
-        if request.method in {"PUT", "POST"}:
-            connection.putheader("content-length", str(len(body)))
-        connection.endheaders()
-        try:
-            for at in range(0, len(body), _SLICE):
-                connection.send(body[at : at + _SLICE])
-        except (BrokenPipeError, ConnectionResetError):
-            # A store may refuse a body before it is all there: its answer says why.
-            return connection.getresponse()
-        return connection.getresponse()
-
-    def _receive(self, response: http.client.HTTPResponse) -> Answer:
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        if self._into is None or response.status not in {200, 206}:
-            return Answer(response.status, headers, self._bounded(response))
-        length = response.length  # None where the server did not say
-        if length is not None and length > len(self._into):
-            raise Corrupt(f"{self.name}: {length} bytes where at most {len(self._into)} were expected")
-        filled = 0
-        while filled < len(self._into):
-            got = response.readinto(self._into[filled : filled + _SLICE])
-            if got == 0:
-                break
-            filled += got
-        if length is None and filled == len(self._into) and response.read(1):
-            raise Corrupt(f"{self.name}: more than the {filled} bytes that were expected")
-        if length is not None and filled < length:
-            raise no_answer(self.name, f"the connection ended after {filled} of {length} bytes")
-        return Answer(response.status, headers, self._into[:filled])
-
-    def _bounded(self, response: http.client.HTTPResponse) -> memoryview:
-        body = response.read(self._limit + 1)
-        if len(body) > self._limit:
-            raise Corrupt(f"{self.name}: an answer of more than {self._limit} bytes")
-        return memoryview(body)
 
 
 async def until_over(ended: asyncio.Future[Any]) -> bool:
@@ -270,3 +231,14 @@ def _readable(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _block(sock: socket.socket, deadline_s: float) -> None:
+    """Wait in the kernel, and for so long at most: Python's own timeouts would poll before every read."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(deadline_s)
+        return
+    sock.settimeout(None)
+    most = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)

@@ -226,14 +226,15 @@ class BucketOrigin:
 
     async def _read_raw(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
         """Straight into the destination. Whoever repaired the object may have coded it otherwise: then it is decoded after all."""
+        arriving = codec.Arriving(into, ref.name, ref.namespace, into)
         try:
-            got = await self._root.store.get(key, into=into)
+            got = await self._root.store.get(key, into=into, arrived=arriving.arrived)
         except Corrupt:  # longer than the raw object
             return await self._read_coded(ref, key, into)
         if isinstance(got, Absent | Unchanged):
             return None
         if got.size == into.nbytes:
-            await self._run(codec.verify, into, ref.name, ref.namespace)
+            await self._finish(arriving, got)
         else:
             await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into)
         return got
@@ -241,11 +242,20 @@ class BucketOrigin:
     async def _read_coded(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
         limit = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens).stored_limit
         async with self._gate.hold(limit):
-            got = await self._root.store.get(key, into=np.empty(limit, np.uint8).data)  # touched only as far as it is filled
+            stored = np.empty(limit, np.uint8).data  # touched only as far as it is filled
+            arriving = codec.Arriving(stored, ref.name, ref.namespace, into)
+            got = await self._root.store.get(key, into=stored, arrived=arriving.arrived)
             if isinstance(got, Absent | Unchanged):
                 return None
-            await self._run(codec.decode, got.data, ref.name, ref.namespace, into)
+            await self._finish(arriving, got)
         return got
+
+    async def _finish(self, arriving: codec.Arriving, got: Got) -> None:
+        """Nothing is left to do where the threads that brought the bytes have done it."""
+        if arriving.complete:
+            arriving.finish(got.size)
+        else:
+            await self._run(arriving.finish, got.size)
 
     async def _renew(self, name: BlockName, copy: Copy) -> None:
         """Copy a useful anonymous block to the newest epoch, so that it outlives the next collections.

@@ -50,7 +50,7 @@ class Wire:
     def __init__(self, world, life):
         self._world, self._life = world, life
 
-    async def get(self, key, *, range=None, into=None, if_none_match=None):  # noqa: A002  the contract's own name
+    async def get(self, key, *, range=None, into=None, if_none_match=None, arrived=None):  # noqa: A002  the contract's own names
         got = await self._ask("get", key, lambda: self._world.memory.get(key, range=range, if_none_match=if_none_match))
         if isinstance(got, Got) and into is not None:
             into[: len(got.data)] = got.data
