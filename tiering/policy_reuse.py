@@ -194,7 +194,9 @@ class Reuse:
         self._most = max(self._most, self._ranked)
 
     def touch(self, key: bytes) -> None:
-        """Nothing: `asked` told it already."""
+        """No longer before all others; its history `asked` told already."""
+        if key in self._next:
+            self.add(key)
 
     def first(self, key: bytes) -> None:
         """Goes before all others."""

@@ -70,6 +70,15 @@ def test_a_policy_ranks_exactly_what_may_go(seed):
     assert policy.victim() is None
 
 
+def test_what_was_given_up_and_is_used_after_all_has_its_place_again():
+    policy = Reuse()
+    policy.asked([key(1), key(2)])
+    policy.add_many([key(1), key(2)])
+    policy.first(key(1))
+    policy.touch(key(1))
+    assert policy.victim() == key(2)
+
+
 def test_a_run_goes_from_its_end():
     policy = Reuse()
     chain = [key(number) for number in range(6)]
