@@ -141,10 +141,10 @@ def _memory(nbytes: int) -> np.ndarray:
 
 
 @contextmanager
-def node(folder: Path, dram: int) -> Iterator[tuple[str, int]]:
+def node(folder: Path, name: str, dram: int) -> Iterator[tuple[str, int]]:
     """A node with memory alone, as `kvtier serve` runs it: its URL and its process."""
     command = [str(Path(sys.executable).with_name("kvtier")), "serve", "--format", "json"]
-    told = {"KVTIER_NODE_SOCKET": str(folder / "node.sock"), "KVTIER_NODE_LISTEN": "", "KVTIER_DRAM_SIZE": str(dram)}
+    told = {"KVTIER_NODE_SOCKET": str(folder / f"{name}.sock"), "KVTIER_NODE_LISTEN": "", "KVTIER_DRAM_SIZE": str(dram)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **told})
     try:
         assert process.stdout is not None

@@ -81,13 +81,24 @@ class Get(_Message, frozen=True):
 
 
 class Publish(_Message, frozen=True):
-    """Blocks whose payloads lie in the write window: 32 bytes of `prefixes` for each (tokens, offset, length)."""
+    """Blocks whose payloads lie in the write window: 32 bytes of `prefixes` for each (tokens, offset, length).
+
+    With `filled` false they do not lie there yet: the node makes room meanwhile, and copies when `Filled` says so.
+    """
 
     id: int
     namespace: str
     shard: str
     prefixes: bytes
     extents: Batch[tuple[int, int, int]]
+    filled: bool = True
+
+
+class Filled(_Message, frozen=True):
+    """What an earlier `Publish` named lies in the window now, or never will; not answered, but by its `Drained` where it does."""
+
+    id: int
+    good: bool
 
 
 class Release(_Message, frozen=True):
@@ -152,7 +163,7 @@ class Fault(_Message, frozen=True):
     problem: Problem
 
 
-ToNode = Hello | Ask | Get | Publish | Release | Cancel
+ToNode = Hello | Ask | Get | Publish | Filled | Release | Cancel
 ToClient = Welcome | Reply | Leased | Published | Drained | Later | Fault
 
 _encoder = msgspec.msgpack.Encoder()

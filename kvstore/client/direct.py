@@ -92,8 +92,8 @@ class Direct:
             extents = _room(line, sizes[first:])
             if not extents:
                 break
-            _fill(line, first, extents, fill)
-            taken += _publish(line, namespace, shard, links[first : first + len(extents)], extents)
+            number = _announced(line, namespace, shard, links[first : first + len(extents)], extents)
+            taken += _filled(line, number, first, extents, fill)
         return taken + [False] * (len(links) - len(taken))
 
     def close(self) -> None:
@@ -130,22 +130,24 @@ def _room(line: Line, sizes: Sequence[int]) -> list[Extent]:
     return extents
 
 
-def _fill(line: Line, first: int, extents: Sequence[Extent], fill: Fill) -> None:
+def _announced(line: Line, namespace: Namespace, shard: Shard, links: Sequence[Link], extents: Sequence[Extent]) -> int:
+    packed, named, part = pack_prefixes([link.prefix_id for link in links]), namespace.id, shard.text
+    blocks = [(link.tokens, offset, size) for link, (offset, size) in zip(links, extents, strict=True)]
+    return line.publish(lambda number: wire.Publish(number, named, part, packed, blocks, filled=False), extents)
+
+
+def _filled(line: Line, number: int, first: int, extents: Sequence[Extent], fill: Fill) -> list[bool]:
     end = max(offset + size for offset, size in extents)
+    good = False
     try:
         if not line.window_pages.ready(end):
             line.window_pages.fill(end)
         for index, (offset, size) in enumerate(extents, first):
             fill(index, line.window[offset : offset + size])
-    except BaseException:
-        line.give_room(extents)
-        raise
-
-
-def _publish(line: Line, namespace: Namespace, shard: Shard, links: Sequence[Link], extents: Sequence[Extent]) -> list[bool]:
-    packed, named, part = pack_prefixes([link.prefix_id for link in links]), namespace.id, shard.text
-    blocks = [(link.tokens, offset, size) for link, (offset, size) in zip(links, extents, strict=True)]
-    try:
-        return line.publish(lambda number: wire.Publish(number, named, part, packed, blocks), extents, block_patience(0))
-    except TimeoutError:
-        raise Unavailable("the node did not take over what was published in time", kind="timeout") from None
+        good = True
+    finally:
+        try:
+            taken = line.filled(number, good=good, patience_s=block_patience(0))
+        except TimeoutError:
+            raise Unavailable("the node did not take over what was published in time", kind="timeout") from None
+    return taken

@@ -64,6 +64,7 @@ class Line:
         self._unwanted: set[int] = set()  # requests that nobody waits for any more
         self._given: deque[Run] = deque()  # leases to give back
         self._later, self._flushing = later, False
+        self._filling: dict[int, wire.ToClient | None] = {}  # what the node said to publications that are being filled
         self._drained: dict[int, Sequence[Extent]] = {}  # extents that are free when a publication is drained
         self.close = weakref.finalize(self, _close, self._socket, self._arena_pages, self.window_pages)
 
@@ -91,20 +92,58 @@ class Line:
             raise answer.problem.error()
         return answer
 
-    def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent], patience_s: float) -> list[bool]:
-        """Publish what lies in these extents of the window, which are free again when the node says so. Raises as `ask`.
+    def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent]) -> int:
+        """Announce what will lie in these extents of the window: the node makes room while they are filled.
+
+        Returns:
+            A number for `filled`, which must follow. Until the node says so after that, the extents are not free.
+        """
+        with self._turn:
+            try:
+                self._check()
+                number = self._last = self._last + 1
+                self._socket.sendall(wire.frame(make(number)))
+                self._filling[number] = None
+            except (OSError, KVTierError) as error:
+                raise self._lose(error) from None
+        self._drained[number] = extents
+        return number
+
+    def filled(self, number: int, *, good: bool, patience_s: float) -> list[bool]:
+        """The extents of a publication are filled, or never will be (`good`).
 
         Returns:
             Whether each block was taken.
+
+        Raises:
+            TimeoutError: The node did not say in time.
+            Unavailable: The connection was lost.
+            KVTierError: Whatever the node answered.
         """
-        answer = self.ask(lambda number: self._publishing(number, make, extents), patience_s)
-        if not isinstance(answer, wire.Published) or len(answer.taken) != len(extents):
+        if not self._turn.acquire(timeout=patience_s):
+            raise TimeoutError
+        try:
+            self._check()
+            self._be_patient(patience_s)
+            self._socket.sendall(wire.frame(wire.Filled(number, good)))
+            while (answer := self._filling[number]) is None:
+                while (message := self._message()) is None:
+                    self._read(0)
+                self._heard(message)
+        except (OSError, KVTierError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise self._lose(error) from None
+        finally:
+            self._turn.release()
+        del self._filling[number]
+        if not good or not isinstance(answer, wire.Published) or answer.drained:
+            self._free(number)
+        if isinstance(answer, wire.Fault):
+            raise answer.problem.error()
+        if not isinstance(answer, wire.Published):
             raise Unavailable("the node answered a publication with something else")
         return answer.taken
-
-    def _publishing(self, number: int, make: Callable[[int], wire.ToNode], extents: Sequence[Extent]) -> wire.ToNode:
-        self._drained[number] = extents
-        return make(number)
 
     def listen(self) -> None:
         """Hear what the node has to say unasked, without waiting. Raises `Unavailable`."""
@@ -196,13 +235,15 @@ class Line:
         return message
 
     def _heard(self, message: wire.ToClient) -> None:
+        if not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._filling:
+            self._filling[message.id] = message
+            return
         match message:
-            case wire.Drained() | wire.Published(drained=True):
+            case wire.Drained():
                 self._free(message.id)
             case wire.Fault():
                 if not message.id:
                     raise message.problem.error()
-                self._free(message.id)
             case wire.Welcome():
                 raise Corrupt("a second welcome")
             case wire.Leased() if message.id in self._unwanted:

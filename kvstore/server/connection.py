@@ -11,9 +11,9 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -33,6 +33,14 @@ T = TypeVar("T")
 _HIGH_WATER: Final = 1 << 20  # answers queued for a client that does not read, beyond which its requests wait
 _AT_ONCE: Final = 1024  # blocks in a request that may be answered at once; the loop does nothing else meanwhile
 _lookup: Final = msgspec.msgpack.Decoder(api.Lookup)
+
+
+class _Filling(NamedTuple):
+    """Room that was made for blocks of the window, and how they get there."""
+
+    rooms: Sequence[Room]
+    copy: Callable[[], None]
+    nbytes: int
 
 
 class Connection(asyncio.Protocol):
@@ -75,6 +83,8 @@ class Connection(asyncio.Protocol):
         self._abandonable: set[int] = set()  # requests that change nothing, so that they may be cut short
         self._held = Held(self._plane, tenant)
         self._unaccounted: Sequence[Pin] = ()
+        self._filling: dict[int, _Filling] = {}  # publications whose bytes are still to come
+        self._early: dict[int, bool] = {}  # and that are filled, or never will be, before there is room for them
         self._draining = 0  # publications that are still read from the window
         self._drained = asyncio.Event()
         self._drained.set()
@@ -102,6 +112,9 @@ class Connection(asyncio.Protocol):
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._held.release_all()
+            for filling in self._filling.values():
+                _abort(filling.rooms)
+            self._filling.clear()
             if self._transport is not None:
                 self._transport.close()
             await self._drained.wait()  # not the client's to hurry: the threads read its window
@@ -210,6 +223,8 @@ class Connection(asyncio.Protocol):
         match message:
             case wire.Get() | wire.Ask() | wire.Publish():
                 self._start(message)
+            case wire.Filled():
+                self._filled(message)
             case wire.Release():
                 self._held.release(message.runs)
             case wire.Cancel():
@@ -220,7 +235,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
         number = message.id
-        if number < 1 or number in self._tasks:
+        if number < 1 or number in self._tasks or number in self._filling:
             raise Corrupt(f"request number {number} is in use, or not positive")
         begun, outcome = time.perf_counter(), "ok"
         answer: wire.ToClient | None
@@ -269,6 +284,7 @@ class Connection(asyncio.Protocol):
 
     def _forget(self, number: int, done: asyncio.Task[None]) -> None:
         del self._tasks[number]
+        self._early.pop(number, None)
         if done.cancelled() and number in self._abandonable:  # it was cancelled before its first step
             self._send(wire.Fault(number, self._cut_short(read=True).problem()))
         self._abandonable.discard(number)
@@ -393,11 +409,30 @@ class Connection(asyncio.Protocol):
                 raise Invalid(f"a payload of {tokens} tokens has {expected} bytes here, not {length}")
         found = [room for room in rooms if room is not None]
         if found:
+            nbytes = sum(room.payload.nbytes for room in found)
+            if not publish.filled and nbytes + sum(each.nbytes for each in self._filling.values()) > self._window.size:
+                _abort(rooms)
+                raise Overloaded("more is being filled than the window holds")
             copies = [(extent[1], room.payload) for extent, room in zip(publish.extents, rooms, strict=True) if room is not None]
-            self._draining += 1
-            self._drained.clear()
-            self._plane.land(self._tenant, found, partial(self._window.copy_out, copies), partial(self._copied, publish.id))
+            filling = _Filling(found, partial(self._window.copy_out, copies), nbytes)
+            self._filling[publish.id] = filling
+            if publish.filled or publish.id in self._early:
+                self._filled(wire.Filled(publish.id, self._early.pop(publish.id, True)))
         return wire.Published(publish.id, [room is not None for room in rooms], not found)
+
+    def _filled(self, message: wire.Filled) -> None:
+        filling = self._filling.pop(message.id, None)
+        if filling is None and message.id in self._tasks:
+            self._early[message.id] = message.good  # there is no room yet
+        if filling is not None and message.good:
+            self._land(message.id, filling)
+        elif filling is not None:
+            _abort(filling.rooms)
+
+    def _land(self, number: int, filling: _Filling) -> None:
+        self._draining += 1
+        self._drained.clear()
+        self._plane.land(self._tenant, filling.rooms, filling.copy, partial(self._copied, number))
 
     def _copied(self, number: int) -> None:
         self._send(wire.Drained(number))
