@@ -28,7 +28,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         namespace: Of its blocks.
         base: The version it was built on.
-        branch: The branch that `base` is a version of; "" where the caller does not know.
+        branch: The branch that `base` is a version of, or what was promised of it; "" where the caller does not know.
         links: The whole prefix, in order; only the last block may be partial.
         shards: Every block is stored for all of these.
         labels: None keeps those of the version before.

@@ -13,6 +13,7 @@ from kvstore.api import MAIN, Receipt
 from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound, Unavailable
 from kvstore.ids import Link, Namespace, NamespaceId, PrefixId
 from kvstore.model import Branch, Head, Manifest, Name
+from kvstore.repo.branches import made_for, means, promised
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, links_of, unfold
 from kvstore.repo.commit import Commit, Committed, Ledger, Proposal, scoped
 from kvstore.repo.edits import dropped
@@ -167,7 +168,7 @@ class Writer:
         names, key = self._finder.names, self._finder.key(*place)
         for _ in range(_TRIES):
             name = None if free else names.known(key) or await self._named(key)
-            if proposal.branch and (name is None or name.branch != proposal.branch):
+            if proposal.branch and (name is None or not means(name.branch, proposal.branch)):
                 name = await self._meant(place, proposal.branch)
             if name is not None:
                 commit = Commit(self._ledger, place.tenant, name.family, name.branch, proposal, source)
@@ -199,7 +200,7 @@ class Writer:
     async def _meant(self, place: Place, branch: str) -> Name:
         """The name, if it means the session that a commit was built on. Versions are numbers: another one has the same (I4)."""
         name = await self._named(self._finder.key(*place))
-        if name is None or name.branch != branch:
+        if name is None or not means(name.branch, branch):
             raise Gone(
                 f"the session that this commit was built on is not what {place.session!r} means in lane {place.lane!r}: "
                 "it was deleted, or it expired",
@@ -236,8 +237,10 @@ class Writer:
         self, place: Place, proposal: Proposal, source: Source, start: Branch, copies: Sequence[Block] = ()
     ) -> Committed:
         """PUT an empty open head, commit the branch, then name it."""
+        write_id = proposal.write_id
+        promise = promised(place.tenant, place.session, place.namespace, write_id) if write_id else ""
         for _ in range(_TRIES):
-            branch = self._root.ids.new()
+            branch = made_for(promise, self._root.ids)
             commit = Commit(self._ledger, place.tenant, "", branch, proposal, source, start, copies)
             await commit.ahead(Head(), self._epochs.latest)
             family = await self._family(place.tenant)
@@ -245,7 +248,7 @@ class Writer:
                 done = await self._families.run(self._key(place.tenant, family), commit.of(family))
             except Gone:
                 continue
-            await self.name(place, family, branch, proposal.write_id)
+            await self.name(place, family, branch, write_id)
             return done
         raise Unavailable("collections keep ending this session's new family: try again")
 

@@ -16,13 +16,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Protocol
 
 import msgspec
-from cachetools import LRUCache
 
 from kvstore import api
 from kvstore.clock import Clock, Ids
-from kvstore.errors import Conflict, Gone, KVTierError, Overloaded, Unavailable, Unsupported
+from kvstore.errors import Conflict, KVTierError, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Namespace
-from kvstore.service.promises import Intent, Journal, Line, Place, chain_of
+from kvstore.repo.branches import means
+from kvstore.service.promises import Intent, Journal, Line, Outcomes, Place, promise_of
 from kvstore.service.tries import Tries
 from tiering import JournalFull
 
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 MAX_PENDING: Final = 4096
 PATIENCE_S: Final = 60.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0
-_REMEMBERED: Final = 16_384  # chains of commits whose last promise was decided
 _DECIDED: Final = frozenset({"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"})
 
 
@@ -72,7 +71,7 @@ class Commits:
         self._limit = pending_bytes
         self._lines: dict[Place, Line] = {}
         self._tries = Tries()
-        self._made: LRUCache[tuple[Place, int], str] = LRUCache(_REMEMBERED)
+        self._made = Outcomes()
         self._pending = self._bytes = 0
         self._closing = False
         self.outcomes: Counter[str] = Counter()
@@ -100,24 +99,25 @@ class Commits:
     async def _to_the_bucket(self, tenant: str, request: api.Commit) -> api.Receipt:
         if not await self.settle(tenant, request.id, self._clock.monotonic() + PATIENCE_S):
             raise Unavailable(f"earlier commits of session {request.id!r} still wait for the bucket", kind="timeout")
-        receipt = await self._counted(self._local.apply(tenant, self._after(tenant, request)))
+        receipt = await self._counted(self._local.apply(tenant, self._made.after(tenant, request)))
         return msgspec.structs.replace(receipt, durability="bucket")
 
     async def _promise(self, tenant: str, request: api.Commit, durability: api.Durability) -> api.Receipt:
         async with self._entered(Place.of(tenant, request)) as line:
             for pending in line.intents:
                 if pending.request.write_id == request.write_id:
-                    return _promised(pending.request, durability)  # a retry: it is the same commit
+                    return _promised(pending, durability)  # a retry: it is the same commit
             if line.intents:
-                last = line.intents[-1].request
-                if request.base_version != last.base_version + 1:
-                    at = last.base_version + 1
+                last = line.intents[-1]
+                at = last.request.base_version + 1
+                if request.base_version != at:
                     raise Conflict(f"session {request.id!r} is at version {at} on this node", current=at)
-                request = msgspec.structs.replace(request, branch=request.branch or last.branch)
-            else:
-                request, line.broken = self._after(tenant, request), False
+                request = msgspec.structs.replace(request, branch=request.branch or last.session)
+            promise = promise_of(tenant, request)
+            if not line.intents:
+                request, line.broken = self._made.after(tenant, request), False
             fields = await self._local.fields(tenant, request.namespace)
-            intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now())
+            intent = Intent(tenant=tenant, request=request, fields=fields, at=self._clock.now(), promise=promise)
             self._admit(intent)
             try:
                 if durability == "nvme":
@@ -127,7 +127,7 @@ class Commits:
                 raise
             line.intents.append(intent)
             self._start(line)
-        return _promised(request, durability)
+        return _promised(intent, durability)
 
     def _admit(self, intent: Intent) -> None:
         if self._closing or self._pending >= MAX_PENDING or (self._pending and self._bytes + intent.bytes > self._limit):
@@ -142,22 +142,6 @@ class Commits:
     def _dismiss(self, intent: Intent) -> None:
         self._pending -= 1
         self._bytes -= intent.bytes
-
-    def _after(self, tenant: str, request: api.Commit) -> api.Commit:
-        """Say which session a commit was built on where that was a promise, whose receipt could not tell yet.
-
-        Raises:
-            Gone: It was built on a promise that could not be kept.
-        """
-        made = self._made.get(chain_of(tenant, request, request.base_version))
-        if request.branch or made is None:
-            return request
-        if not made:
-            raise Gone(
-                f"version {request.base_version} of session {request.id!r} was promised, and could not be made, or was made twice",
-                remedy="restore the session, and commit on what it holds now",
-            )
-        return msgspec.structs.replace(request, branch=made)
 
     @asynccontextmanager
     async def _entered(self, key: Place) -> AsyncIterator[Line]:
@@ -177,8 +161,7 @@ class Commits:
             raise Unavailable("a block of this commit is in no local tier and not in the bucket: publish the blocks again")
         try:
             await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
-            before = chain_of(intent.tenant, intent.request, intent.request.base_version)  # may have landed meanwhile
-            intent = await self._said(intent, self._made.get(before, ""))
+            intent = await self._said(intent, self._made.before(intent.tenant, intent.request) or "")  # may have landed meanwhile
         except BaseException as error:
             await self._local.release(intent.tenant, intent.request)
             if isinstance(error, JournalFull):
@@ -214,8 +197,7 @@ class Commits:
             await self._clock.sleep(wait * (0.5 + self._ids.jitter()))
             wait = min(wait * 2, _LONGEST_WAIT)
         line.broken = not branch
-        made = chain_of(intent.tenant, intent.request, intent.request.base_version + 1)
-        self._made[made] = branch if self._made.get(made, branch) == branch else ""  # of two sessions nobody knows which is meant
+        self._made.note(intent, branch)
         await self._hand_on(line, branch)
         if self._journal is not None and intent.request.durability == "nvme":
             try:
@@ -232,11 +214,12 @@ class Commits:
             line.intents[1] = await self._said(line.intents[1], branch)
 
     async def _said(self, intent: Intent, branch: str) -> Intent:
-        """A promise, now that it is known which session it was built on."""
-        if not branch or intent.request.branch:
+        """A promise, now that it is known which session it was built on. The journal tells where the promise did not."""
+        told = intent.request.branch
+        if not branch or told not in {"", intent.promise}:
             return intent
         intent = intent.on(branch)
-        if self._journal is not None and intent.request.durability == "nvme":
+        if self._journal is not None and intent.request.durability == "nvme" and not means(branch, told):
             try:
                 await self._journal.put(intent.request.write_id.encode(), msgspec.msgpack.encode(intent))
             except (OSError, JournalFull) as error:  # then only this life knows
@@ -250,7 +233,7 @@ class Commits:
             self.outcomes["gone"] += 1
             return ""
         try:
-            request = self._after(intent.tenant, intent.request)
+            request = self._made.after(intent.tenant, intent.request)
             receipt = await self._counted(self._local.apply(intent.tenant, request))
         except KVTierError as error:
             if error.kind not in _DECIDED:
@@ -336,7 +319,8 @@ def _age(intent: Intent) -> tuple[float, int]:
     return intent.at, intent.request.base_version
 
 
-def _promised(request: api.Commit, durability: api.Durability) -> api.Receipt:
+def _promised(intent: Intent, durability: api.Durability) -> api.Receipt:
+    request = intent.request
     return api.Receipt(
         id=request.id,
         namespace=request.namespace,
@@ -345,5 +329,5 @@ def _promised(request: api.Commit, durability: api.Durability) -> api.Receipt:
         tokens=sum(link.tokens for link in request.blocks),
         blocks=len(request.blocks),
         durability=durability,
-        branch=request.branch,
+        branch=intent.session,
     )

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from kvstore.clock import SeededIds
-from kvstore.errors import Conflict, Gone
+from kvstore.errors import AlreadyExists, Conflict, Gone
 from kvstore.objects import Fault
+from kvstore.repo.branches import promised
 from kvstore.repo.testing import commit, opened, tiny, until
 
 NS = tiny()
@@ -93,3 +94,48 @@ async def test_another_version_of_the_same_session_is_still_a_conflict(repo, she
     await commit(repo, shelf, "s", range(100, 108), 1, NS, branch=mine.branch)
     with pytest.raises(Conflict):
         await commit(repo, shelf, "s", range(12), 1, NS, branch=mine.branch)
+
+
+# --- what was promised before it was made ---
+
+
+async def test_a_session_is_what_the_commit_that_made_it_was_promised(repo, memory, clock, shelf):
+    """On a node that never heard of the promise."""
+    write = "7" * 32
+    said = promised("default", "s", NS.id, write)
+    mine = await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
+    assert mine.branch.startswith(said)
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        receipt = await commit(fresh, shelf, "s", range(12), 1, NS, branch=said)
+        assert (receipt.version, receipt.branch) == (2, mine.branch)
+        for less in (said[:15], mine.branch[:17], "0" * 16):
+            with pytest.raises(Gone):
+                await commit(fresh, shelf, "s", range(16), 2, NS, branch=less)
+
+
+async def test_i4_what_was_built_on_a_promise_lands_in_no_later_session(repo, memory, clock, shelf):
+    write = "7" * 32
+    await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
+    await replaced(repo, shelf)
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        for session in ("s", "t"):
+            with pytest.raises(Gone):
+                await commit(fresh, shelf, session, range(12), 1, NS, branch=promised("default", session, NS.id, write))
+        assert await tokens_of(fresh) == 8
+
+
+async def test_r7_every_attempt_to_make_a_session_has_a_branch_id_of_its_own(repo, store, shelf):
+    """They begin alike, and are never the same: the first one was made, and its name was another's by then."""
+    write, made = "7" * 32, []
+    claim = repo.finder.names.claim
+
+    async def taken_once(key, session, family, branch, alive):
+        made.append(branch)
+        if len(made) == 1:
+            raise AlreadyExists("somebody was faster")
+        await claim(key, session, family, branch, alive)
+
+    repo.finder.names.claim = taken_once
+    receipt = await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
+    assert receipt.branch == made[1] != made[0]
+    assert {branch[:16] for branch in made} == {promised("default", "s", NS.id, write)}

@@ -12,6 +12,7 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.errors import Closed, Conflict, Corrupt, Denied, Gone, Invalid, Overloaded, Unavailable, Unsupported
 from kvstore.ids import Shard
 from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.repo.branches import promised
 from kvstore.repo.testing import until
 from kvstore.service import tries
 from kvstore.service.commits import Commits
@@ -46,6 +47,7 @@ class Bucket:
     def __init__(self, *errors):
         self.errors, self.landed, self.held = list(errors), [], 0
         self.branches, self.gate, self.then = [], None, []
+        self.branch = "b"
 
     async def fields(self, tenant, namespace):
         await asyncio.sleep(0)
@@ -73,7 +75,7 @@ class Bucket:
         self.landed.append(request.base_version)
         version = request.base_version + 1
         return api.Receipt(
-            id="s", namespace=NS.id, lane="main", version=version, tokens=16, blocks=1, durability="bucket", branch="b"
+            id="s", namespace=NS.id, lane="main", version=version, tokens=16, blocks=1, durability="bucket", branch=self.branch
         )
 
 
@@ -226,8 +228,10 @@ async def _everything(service):
 async def test_a_promise_on_a_promise_is_of_the_session_that_the_first_one_made():
     bucket, disk = Bucket(*[Unavailable("away")] * 2), Disk()
     commits = made(bucket, disk)
-    first, second, third = [await commits.commit(ME, commit_of(base, base + 1), "nvme") for base in range(3)]
-    assert (first.branch, second.branch, third.branch) == ("", "", "")
+    first, second, third = [
+        await commits.commit(ME, commit_of(base, base + 1, write_id=f"{base}" * 32), "nvme") for base in range(3)
+    ]
+    assert {first.branch, second.branch, third.branch} == {promised(ME, "s", NS.id, "0" * 32)}
     assert await landed(commits)
     assert bucket.branches == ["", "b", "b"]
     assert (await commits.commit(ME, commit_of(3, 4), "dram")).branch == "b"
@@ -266,6 +270,40 @@ async def test_what_was_promised_on_a_promise_that_could_not_be_kept_is_dropped_
     assert (await commits.commit(ME, commit_of(3, 4, branch="b"), "nvme")).version == 4  # who has restored it says so
     assert await landed(commits)
     assert bucket.landed == [3]
+
+
+async def test_what_became_of_a_promise_is_remembered_by_version():
+    """A later promise of that id does not take its place; of one that was made twice nobody knows which session is meant."""
+    bucket = Bucket()
+    commits = made(bucket)
+    for base in range(2):
+        await commits.commit(ME, commit_of(base, base + 1), "dram")
+        assert await landed(commits)
+    bucket.branch = "c"  # the session was deleted and made again, by way of this node
+    first = await commits.commit(ME, commit_of(0), "dram")
+    assert await landed(commits)
+    await commits.commit(ME, commit_of(2, 3), "bucket")
+    assert bucket.branches == ["", "b", "", "b"]
+    with pytest.raises(Gone, match="made twice"):
+        await commits.commit(ME, commit_of(1, 2), "bucket")
+    await commits.commit(ME, commit_of(1, 2, branch=first.branch), "bucket")  # who says which is not told so
+    assert bucket.branches[4:] == ["c"]
+
+
+async def test_a_promise_that_landed_in_a_session_of_another_maker_leads_there_also_after_a_crash():
+    """There was an empty one of that name: what was promised on top of it says so in the journal."""
+    bucket, disk = Bucket(), Disk()
+    commits = made(bucket, disk)
+    bucket.then = [None, Unavailable("away")]
+    for base in range(2):
+        told = await commits.commit(ME, commit_of(base, base + 1, write_id=f"{base}" * 32), "nvme")
+    await until(lambda: len(disk.records) == 1)
+    await commits.drain(0)
+    again = made(bucket, disk)
+    await again.replay()
+    assert await landed(again)
+    await again.commit(ME, commit_of(2, 3, branch=told.branch), "bucket")
+    assert bucket.branches == ["", "b", "b"]
 
 
 # --- once, and bounded ---
