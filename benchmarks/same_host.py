@@ -32,9 +32,14 @@ _LEASES: Final = 500
 
 @contextmanager
 def cases(size: int, folder: Path) -> Iterator[Mapping[str, Case]]:
-    """A node in a process of its own, with room for all that is asked for; the client is the blocking one."""
-    with node(folder, SET + 2 * BURST + 256 * MIB) as (url, pid), kvstore.open_sync(url) as kv:
-        yield {**_reads(kv, size, pid), **_writes(kv, size, pid), **_names(kv, pid)}
+    """Nodes in processes of their own: writes have one for themselves, for they evict. The client is the blocking one."""
+    with (
+        node(folder, "reads", SET + 64 * MIB) as (full, reader),
+        node(folder, "writes", 3 * BURST) as (empty, writer),
+        kvstore.open_sync(full) as reads,
+        kvstore.open_sync(empty) as writes,
+    ):
+        yield {**_reads(reads, size, reader), **_names(reads, reader), **_writes(writes, size, writer)}
 
 
 def _reads(kv: SyncClient, size: int, pid: int) -> Mapping[str, Case]:
