@@ -117,11 +117,12 @@ class Slab:
         value = value.cast("B")
         if value.nbytes <= _PIECE and self.takes(value):
             return self.write_run([(placed, value)])[0]
-        digest, step = xxhash.xxh3_128(), _PIECE if self.takes(value) else _BOUNCE
-        for start in range(0, value.nbytes, step):  # piece by piece: the device is at work while this core digests
-            piece = value[start : start + step]
+        digest, bounce, start = xxhash.xxh3_128(), not self.takes(value), 0
+        while start < value.nbytes:  # piece by piece: the device is at work while this core digests; it begins soon, and stays busy
+            piece = value[start : start + (_BOUNCE if bounce else _PIECE * 4 if start else _PIECE)]
             digest.update(piece)
-            self._write_all(self._whole_pages(piece, bounce=step == _BOUNCE), placed.offset + PAGE + start)
+            self._write_all(self._whole_pages(piece, bounce=bounce), placed.offset + PAGE + start)
+            start += piece.nbytes
         placed = msgspec.structs.replace(placed, digest=digest.digest())
         header = self._scratch()[:PAGE]
         header[:] = placed.header()
