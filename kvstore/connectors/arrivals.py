@@ -1,11 +1,11 @@
-"""Blocks of a chain as they arrive, in order, and their bytes into one buffer: what is copied first is not waited for last."""
+"""Blocks of a chain as they arrive: while the first are copied, those behind them are under way."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 NEAR: Final = 32 << 20  # bytes of blocks in memory that are leased at once: far below any arena
 FAR: Final = 8 << 20  # of others, in one request: little is waited for before the first can be copied
 REQUESTS: Final = 8  # of those under way: together enough to keep a bucket's link busy
-SHARED: Final = 4 << 20  # from here on a second thread is worth waking
-
-Copy = Callable[[np.ndarray, np.ndarray], None]
+_PAGE: Final = 4096
+_POPULATE_WRITE: Final = 23  # MADV_*, Linux 5.14
 
 
 def arrivals(
@@ -92,19 +91,17 @@ def _let_go(future: Future[Blocks]) -> None:
 
 
 @contextmanager
-def copier(nbytes: int) -> Iterator[Copy]:
-    """What copies an array into another of its shape, without the GIL; on two threads where the bytes and the cores merit it."""
-    if nbytes < SHARED or len(os.sched_getaffinity(0)) < 2:
-        yield np.copyto
-        return
-    with ThreadPoolExecutor(1, "kvtier-copy") as second:
+def populating(buffer: np.ndarray) -> Iterator[None]:
+    """Make a buffer's pages real while its first bytes are waited for, leaving them as they are: safe while others write there.
 
-        def copy(target: np.ndarray, source: np.ndarray) -> None:
-            half = target.shape[0] // 2
-            rest = second.submit(np.copyto, target[half:], source[half:])
-            try:
-                np.copyto(target[:half], source[:half])
-            finally:
-                rest.result()
+    For one thread, and only where there is something to wait for: two threads that meet page faults get in each other's way.
+    """
+    start = -(-buffer.ctypes.data // _PAGE) * _PAGE
+    nbytes = (buffer.ctypes.data + buffer.nbytes) // _PAGE * _PAGE - start
+    with ThreadPoolExecutor(1, "kvtier-pages") as pool:
+        if nbytes > 0:  # a system that cannot do it loses only speed; a CDLL's calls hold no GIL
+            pool.submit(_libc.madvise, ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _POPULATE_WRITE)
+        yield
 
-        yield copy
+
+_libc = ctypes.CDLL(None)

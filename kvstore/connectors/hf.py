@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -30,7 +30,7 @@ import numpy as np
 
 from kvstore import api
 from kvstore.clock import RandomIds
-from kvstore.connectors.arrivals import arrivals, copier
+from kvstore.connectors.arrivals import arrivals, populating
 from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
 from kvstore.errors import Gone, Invalid, NotFound, Overloaded, Unavailable
 from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
@@ -155,7 +155,7 @@ class SessionCache:
         links = found.blocks
         if prompt is not None:  # of the first block that differs, too, the beginning may be common
             links = links[: agreeing(self.namespace, links, prompt) + 1]
-        near = self._stored(links, reach="dram").run
+        near = _in_memory(self._stored(links, reach="dram"))
         return self._deliver(links, near, prompt, deadline_ms, version=found.version, restore_id=restore_id)
 
     def reusable(self, input_ids: Any) -> int:
@@ -173,7 +173,7 @@ class SessionCache:
         try:
             links = chain(self.namespace, prompt)
             found = self._stored(links)
-            near = next((index for index, tier in enumerate(found.tiers) if tier != "dram"), found.run)
+            near = _in_memory(found)
             return self._deliver(links[: found.run], near, prompt, deadline_ms)
         except (Unavailable, Overloaded) as error:
             return self._nothing(error)
@@ -190,7 +190,7 @@ class SessionCache:
         done, miss = 0, ""
         parent: NamespaceId | PrefixId = self.namespace.id
         arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
-        with closing(arriving), copier(kv.nbytes) as copy:
+        with closing(arriving), populating(kv) if near < len(links) else nullcontext():
             for window, blocks in arriving if limit else ():
                 miss, before = blocks.miss, done
                 for link, lease in zip(window, blocks.leases, strict=False):
@@ -201,7 +201,7 @@ class SessionCache:
                         break
                     ids = block_ids[: limit - done]
                     common = ids.size if prompt is None else common_prefix(ids, prompt[done:])
-                    copy(kv[:, :, done : done + common], block_kv[:, :, :common])
+                    np.copyto(kv[:, :, done : done + common], block_kv[:, :, :common])
                     tokens[done : done + common] = ids[:common]
                     done += common
                 if not blocks.intact:
@@ -327,6 +327,11 @@ class SessionCache:
         self._bases.move_to_end(session_id)
         if len(self._bases) > MAX_REMEMBERED:
             self._bases.popitem(last=False)
+
+
+def _in_memory(found: api.Found) -> int:
+    """How many leading blocks are in the node's memory."""
+    return next((index for index, tier in enumerate(found.tiers) if tier != "dram"), found.run)
 
 
 def crop(cache: DynamicCache, tokens: int) -> None:
