@@ -90,8 +90,7 @@ def _writes(kv: SyncClient, size: int, pid: int) -> Mapping[str, Case]:
         assert kv.put(space, SHARD, now[0][i : i + 1], fill) == [True]
 
     def after() -> None:
-        with kv.get(space, SHARD, now[0], reach="dram") as blocks:
-            assert len(blocks) == len(now[0])
+        kv.get(space, SHARD, now[0], reach="dram").release()  # waits until the node has copied and digested it all
         turn[0] += 1
         now[0] = links()
 
