@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -212,7 +212,7 @@ class Loading:
 
 def steps(
     kv: SyncClient, namespace: Namespace, shard: Shard, links: Sequence[Link], loading: Loading
-) -> Iterator[tuple[Sequence[Link], Blocks]]:
+) -> Generator[tuple[Sequence[Link], Blocks], None, None]:
     """Ask a node for what `loading` wants of these blocks, step by step: what was asked for; what came, lent until the next one.
 
     Whoever takes them copies them out before asking for more. Where they came incomplete for another reason than time, it is over.
@@ -221,8 +221,10 @@ def steps(
         while (step := loading.step()) is not None:
             window = links[step.first : step.first + step.blocks]
             with kv.get(namespace, shard, window, deadline_ms=step.deadline_ms) as blocks:
-                yield window, blocks
-                loading.came(len(blocks))
+                try:
+                    yield window, blocks
+                finally:
+                    loading.came(len(blocks))  # also where that was enough
             if blocks.miss not in {"", "timeout"}:
                 loading.miss = blocks.miss
                 return

@@ -19,8 +19,9 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, Final
@@ -29,20 +30,23 @@ import msgspec
 import numpy as np
 
 from kvstore import api
+from kvstore.client.choice import CHEAPER, Choice, Loading, Stored, steps
 from kvstore.clock import RandomIds
 from kvstore.connectors.arrivals import arrivals, populating
 from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
-from kvstore.errors import Gone, Invalid, NotFound, Overloaded, Unavailable
+from kvstore.errors import Gone, Invalid, KVTierError, NotFound, Overloaded, Unavailable
 from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
+    from kvstore.blocks import Blocks
     from kvstore.client import SyncClient
 
 log = logging.getLogger(__name__)
 DEADLINE_MS: Final = 60_000
 MAX_REMEMBERED: Final = 4096  # sessions whose version is remembered for the next commit
+_BEHIND: Final = 8
 _PUT_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # a node under load drops what it cannot take: offer it again, then give up
 
 
@@ -53,8 +57,10 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         past_key_values: A `DynamicCache`; it belongs to the caller, and changing it changes nothing that is stored.
         tokens: The token ids whose KV it holds, u32 [n], n being its `get_seq_length()`.
         version: The session's version; 0 where no session was found.
-        restore_id: Under which the node tells from which tiers the bytes came (`get_restore`); "" where there was no session.
-        miss: Why it is shorter than what is stored of the prompt; "" where nothing is missing.
+        restore_id: Under which the node tells from which tiers the bytes came (`get_restore`); "" where there was no session. With
+            `compute_or_load`, what it stages behind the computing; "" where there is no such thing.
+        miss: Why it is shorter than what is stored of the prompt; "" where nothing is missing. `compute`: loading the rest would
+            take longer than computing it.
     """
 
     past_key_values: DynamicCache
@@ -76,6 +82,9 @@ class SessionCache:
         revision: Of the weights, such as a commit hash; by default a digest of a sample of them.
         model_id: What the model is called on every machine; by default where it was loaded from.
         block_tokens: Tokens per block.
+        compute_or_load: Of a prompt, load only what is loaded sooner than computed, instead of all that is stored. How fast the
+            model reads is learned from its own passes over prompts, by hooks on it that go with this object; how fast tiers are,
+            from what is loaded. A :class:`kvstore.client.choice.Choice` may be given instead: to share it, or to tell it of passes.
 
     Raises:
         Unsupported: The model's cache is of a kind that cannot be stored yet.
@@ -90,6 +99,7 @@ class SessionCache:
         model_id: str = "",
         block_tokens: int = 256,
         tenant: str = "default",
+        compute_or_load: bool | Choice = False,
     ) -> None:
         self._torch = importlib.import_module("kvstore.connectors.hf_cache")  # so that importing `hf` imports no torch
         self._torch.empty_cache(model)  # refuses what cannot be stored now, not after the first turn
@@ -106,6 +116,12 @@ class SessionCache:
         self._shard = Shard()
         self._geometry = self._torch.Geometry(namespace=self.namespace, shard=self._shard)
         self._bases: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version, and the session that it is one of
+        self._choice: Choice | None = None
+        if compute_or_load:
+            self._choice = compute_or_load if isinstance(compute_or_load, Choice) else Choice()
+            self._passes = importlib.import_module("kvstore.connectors.hf_passes").Passes(model, self._choice.observe_compute)
+            weakref.finalize(self, self._passes.remove)
+        self._behind: deque[str] = deque(maxlen=_BEHIND)  # restores of what was not waited for
 
     # --- restore ---
 
@@ -128,6 +144,8 @@ class SessionCache:
         """
         prompt = None if input_ids is None else self._ids(input_ids)
         try:
+            if prompt is not None and self._chooses(prompt):
+                return self._restore_or_compute(session_id, prompt, version, deadline_ms)
             return self._restore(session_id, prompt, version, deadline_ms)
         except (NotFound, Gone):
             if prompt is None:
@@ -152,11 +170,68 @@ class SessionCache:
             found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
             restore_id = begun.result().restore_id
         self._remember(session_id, found)
-        links = found.blocks
-        if prompt is not None:  # of the first block that differs, too, the beginning may be common
-            links = links[: agreeing(self.namespace, links, prompt) + 1]
+        links = self._common(found.blocks, prompt)
         near = _in_memory(self._stored(links, reach="dram"))
-        return self._deliver(links, near, prompt, deadline_ms, version=found.version, restore_id=restore_id)
+        arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
+        return self._deliver(links, arriving, prompt, far=near < len(links), version=found.version, restore_id=restore_id)
+
+    def _restore_or_compute(self, session_id: str, prompt: np.ndarray, version: int | None, deadline_ms: int) -> Restored:
+        """As `_restore`; what is not worth waiting for is staged behind the computing, which tells how fast it would have been."""
+        began = self._now()
+        found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
+        self._remember(session_id, found)
+        links = self._common(found.blocks, prompt)
+        here = self._stored(links, reach="nvme")
+        tiers = here.tiers + ["bucket"] * (len(links) - here.run)
+        loading = self._loading(links, tiers, prompt, deadline_ms, began)
+        arriving = steps(self._kv, self.namespace, self._shard, links, loading)
+        restored = self._deliver(links, arriving, prompt, far=False, loading=loading, version=found.version)
+        if restored.miss != CHEAPER:
+            return restored
+        try:
+            begun = self._kv.restore(
+                session_id,
+                namespace=self.namespace,
+                version=version,
+                tokens=prompt.tolist(),
+                deadline_ms=deadline_ms,
+                priority="speculative",
+            )
+        except KVTierError:
+            return restored  # nobody waits for it
+        self._behind.append(begun.restore_id)
+        return msgspec.structs.replace(restored, restore_id=begun.restore_id)
+
+    def _chooses(self, prompt: np.ndarray) -> bool:
+        """Whether there is a choice: it was asked for, and the model's speed is known. Learns first what there is to be learned."""
+        if self._choice is None:
+            return False
+        self._passes.tell()
+        for _ in range(len(self._behind)):
+            restore_id = self._behind.popleft()
+            try:
+                status = self._kv.get_restore(restore_id)
+            except KVTierError:
+                continue  # the node has forgotten it, or is another one now
+            if status.state in {"resolving", "staging"}:
+                self._behind.append(restore_id)
+            elif status.by_tier.get("bucket"):
+                self._choice.observe_load("bucket", status.by_tier["bucket"], status.elapsed_ms / 1000)
+        return self._choice.costs.compute(0, prompt.size) is not None
+
+    def _now(self) -> float:
+        return self._choice.monotonic() if self._choice is not None else 0.0
+
+    def _loading(self, links: Sequence[Link], tiers: Sequence[str], prompt: np.ndarray, deadline_ms: int, began: float) -> Loading:
+        assert self._choice is not None
+        stored = [
+            Stored(link.tokens, self._geometry.block_bytes(link.tokens), tier) for link, tier in zip(links, tiers, strict=True)
+        ]
+        return self._choice.begin(stored, prompt.size, deadline=began + deadline_ms / 1000, began=began)
+
+    def _common(self, links: Sequence[Link], prompt: np.ndarray | None) -> Sequence[Link]:
+        """Those that a prompt can use: of the first block that differs, too, the beginning may be common."""
+        return links if prompt is None else links[: agreeing(self.namespace, links, prompt) + 1]
 
     def reusable(self, input_ids: Any) -> int:
         """How many tokens of a prompt `reuse` would deliver now, whichever sessions they came from. Moves no KV."""
@@ -171,10 +246,17 @@ class SessionCache:
         """The KV of the full blocks that a prompt begins with, whichever sessions they came from; it never fails a request."""
         prompt = self._ids(input_ids)
         try:
+            chooses, began = self._chooses(prompt), self._now()
             links = chain(self.namespace, prompt)
             found = self._stored(links)
+            links = links[: found.run]
+            if chooses:
+                loading = self._loading(links, found.tiers, prompt, deadline_ms, began)
+                arriving = steps(self._kv, self.namespace, self._shard, links, loading)
+                return self._deliver(links, arriving, prompt, far=False, loading=loading)
             near = _in_memory(found)
-            return self._deliver(links[: found.run], near, prompt, deadline_ms)
+            arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
+            return self._deliver(links, arriving, prompt, far=near < len(links))
         except (Unavailable, Overloaded) as error:
             return self._nothing(error)
 
@@ -182,17 +264,27 @@ class SessionCache:
         log.warning("kvtier: nothing was restored, the prompt is recomputed: %s", error)
         return Restored(past_key_values=self._torch.empty_cache(self._model), tokens=as_tokens(()), miss=str(error))
 
-    def _deliver(self, links: Sequence[Link], near: int, prompt: np.ndarray | None, deadline_ms: int, **about: Any) -> Restored:
-        """Copy blocks into a new cache, each byte once, until the prompt, the blocks or the deadline end."""
+    def _deliver(
+        self,
+        links: Sequence[Link],
+        arriving: Generator[tuple[Sequence[Link], Blocks], None, None],
+        prompt: np.ndarray | None,
+        *,
+        far: bool,
+        loading: Loading | None = None,
+        **about: Any,
+    ) -> Restored:
+        """Copy blocks into a new cache, each byte once, until the prompt or what arrives ends. `far`: some must be waited for."""
         stored = sum(link.tokens for link in links)
         limit = stored if prompt is None else usable(stored, prompt.size)
         kv, tokens = self._geometry.buffer(limit), np.empty(limit, "<u4")
         done, miss = 0, ""
         parent: NamespaceId | PrefixId = self.namespace.id
-        arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
-        with closing(arriving), populating(kv) if near < len(links) else nullcontext():
+        with closing(arriving), populating(kv) if far else nullcontext():
             for window, blocks in arriving if limit else ():
                 miss, before = blocks.miss, done
+                if miss == "timeout" and loading is not None:
+                    miss = ""  # of one step; there may be another
                 for link, lease in zip(window, blocks.leases, strict=False):
                     block_kv, block_ids = self._geometry.read(lease.view, link.tokens)
                     parent = block_id(self.namespace.id, parent, block_ids)
@@ -208,6 +300,8 @@ class SessionCache:
                     done, miss = before, "unavailable"  # the node died while this was copied
                 if miss or done == limit:
                     break
+        if loading is not None and done < limit:
+            miss = miss or loading.miss
         cache = self._geometry.cache(self._model, kv[:, :, :done])
         return Restored(past_key_values=cache, tokens=tokens[:done], miss=miss, **about)
 

@@ -101,6 +101,10 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         kv = np.frombuffer(payload[:ids], _BITS[self.namespace.dtype]).reshape(self._dims(found.tokens))
         return kv, np.frombuffer(payload[ids:], "<u4")
 
+    def block_bytes(self, tokens: int) -> int:
+        """Length of the raw object of a block."""
+        return codec.layout(self.namespace, self.shard, tokens).raw_bytes
+
     def buffer(self, tokens: int) -> np.ndarray:
         """Room for the KV of that many tokens. By numpy: it asks for huge pages, which saves most of the page faults."""
         return np.empty(self._dims(tokens), dtype=_BITS[self.namespace.dtype])

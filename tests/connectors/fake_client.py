@@ -23,6 +23,8 @@ class FakeClient:
         self.branches = {}  # (session, namespace id) -> which of the sessions of that id it is now
         self.puts = []  # links offered, in order
         self.leased = 0
+        self.restores = []  # (tier, priority) of each
+        self.near = None  # so many leading blocks of every look-up are in memory; all where None
         self.refuse_puts = 0  # so many offers are not taken
         self.receipts = {}  # by write id
         self.lost_answers = 0  # so many commits land, and nobody hears of it
@@ -48,9 +50,16 @@ class FakeClient:
         self.sessions[session, namespace.id] = versions
         del self.branches[session, namespace.id]
 
-    def restore(self, session, *, namespace, version=None, tokens=(), deadline_ms=0):
+    def restore(self, session, *, namespace, version=None, tokens=(), deadline_ms=0, tier="dram", priority="interactive"):
         self._up()
+        self.restores.append((tier, priority))
         return api.RestoreStatus(restore_id="r1", id=session, state="resolving", node="fake", tier="dram")
+
+    def get_restore(self, restore_id, *, wait_ms=0):
+        self._up()
+        return api.RestoreStatus(
+            restore_id=restore_id, id="s", state="ready", node="fake", tier="dram", elapsed_ms=5000.0, by_tier={"bucket": 1 << 20}
+        )
 
     def manifest(self, session, *, namespace, version=0):
         self._up()
@@ -73,7 +82,10 @@ class FakeClient:
         run = 0
         while run < len(prefix_ids) and (ident(namespace), prefix_ids[run]) in self.blocks:
             run += 1
-        return api.Found(run=run, tiers=["dram"] * run)
+        near = run if self.near is None else min(run, self.near)
+        return api.Found(
+            run=near if reach != "bucket" else run, tiers=["dram"] * near + ["bucket"] * (run - near) * (reach == "bucket")
+        )
 
     def get(self, namespace, shard, links, *, deadline_ms=0):
         self._up()
