@@ -34,6 +34,7 @@ from kvstore.client.choice import CHEAPER, Choice, Loading, Stored, steps
 from kvstore.clock import RandomIds
 from kvstore.connectors.arrivals import arrivals, populating
 from kvstore.connectors.base import agreeing, common_prefix, model_namespace, usable
+from kvstore.connectors.hf_passes import Passes
 from kvstore.errors import Gone, Invalid, KVTierError, NotFound, Overloaded, Unavailable
 from kvstore.ids import Link, NamespaceId, PrefixId, Shard, as_tokens, block_id, chain
 
@@ -119,7 +120,7 @@ class SessionCache:
         self._choice: Choice | None = None
         if compute_or_load:
             self._choice = compute_or_load if isinstance(compute_or_load, Choice) else Choice()
-            self._passes = importlib.import_module("kvstore.connectors.hf_passes").Passes(model, self._choice.observe_compute)
+            self._passes = Passes(model, self._choice.observe_compute)
             weakref.finalize(self, self._passes.remove)
         self._behind: deque[str] = deque(maxlen=_BEHIND)  # restores of what was not waited for
 
