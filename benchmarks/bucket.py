@@ -35,6 +35,7 @@ from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
 from kvstore.objects.credentials import Credentials
 from kvstore.objects.hedge import HedgingStore
+from kvstore.objects.ranged import RangedStore
 from kvstore.objects.retry import RetryingStore
 from kvstore.objects.seaweed import SeaweedFS
 from kvstore.objects.settings import S3Settings
@@ -138,7 +139,8 @@ class Rig:
         signs = StoreSigns(clock, ids)
         hedging = await enter(HedgingStore.open(self.store, clock, signs.hedges))
         breaking = await enter(BreakingStore.open(hedging, signs.breaker, clock, "format.json"))
-        root = Root(RetryingStore(breaking, clock, ids, rest=signs.breaker.rest), Keys("kv"), clock, ids)
+        store = RangedStore(RetryingStore(breaking, clock, ids, rest=signs.breaker.rest))
+        root = Root(store, Keys("kv"), clock, ids)
         self.repo = Repo(root, movers.run, RepoSettings())
         bucket = Bucket(lambda: nullcontext(self.repo), signs, {}, clock, ids)
         await bucket.open()

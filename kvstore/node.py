@@ -24,6 +24,7 @@ from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
 from kvstore.objects.hedge import HedgingStore
 from kvstore.objects.opening import open_store
+from kvstore.objects.ranged import RangedStore
 from kvstore.repo import Repo, RepoSettings
 from kvstore.service.bucket import PART as BUCKET
 from kvstore.service.bucket import Bucket
@@ -139,7 +140,8 @@ async def _repository(
 
     Between the two stand, from the store upwards: what counts, so that it sees every request that is sent, second GETs included;
     what hedges, so that a cancelled loser is nobody's verdict on the store; the breaker, which judges single attempts; and what
-    retries, so that a breaker that opens ends its attempts at once.
+    retries, so that a breaker that opens ends its attempts at once. Above them all, what reads by ranges: each is a request of its
+    own to the others.
     """
     async with AsyncExitStack() as lifetime:
         root = ""
@@ -164,7 +166,7 @@ async def _repository(
         breaking = BreakingStore.open(hedging, signs.breaker, clock, keys.format, signs.faults.saw)
         retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids, rest=signs.breaker.rest)
         opening = Repo.open(
-            retrying, keys, clock, ids, movers.run, repo_settings, guarantees=seen, corrupt_reads=signs.corrupt_reads
+            RangedStore(retrying), keys, clock, ids, movers.run, repo_settings, guarantees=seen, corrupt_reads=signs.corrupt_reads
         )
         repo = await lifetime.enter_async_context(opening)
         yield repo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -14,7 +14,6 @@ import msgspec
 from kvstore.clock import Clock, Ids
 from kvstore.errors import Closed, KVTierError, Overloaded, Unavailable
 from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
-from kvstore.objects.sockets import until_over
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -160,6 +159,19 @@ class Breaker:
                 self._opening = None
 
 
+class _Read:
+    """A read under way that a breaker may cut short."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self.was_cut = self.over = False
+
+    def cut(self, _: object) -> None:
+        if not self.over:
+            self.was_cut = True
+            self._task.cancel()
+
+
 class BreakingStore:
     """A store behind a breaker. See :class:`kvstore.objects.base.ObjectStore`.
 
@@ -259,19 +271,26 @@ class BreakingStore:
         self._judge(None)
         return value
 
-    async def _cut_short(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """A read's outcome, unless the breaker opens first. Either way the read has really ended, and its memory is free."""
-        task = asyncio.create_task(reading)
+    async def _cut_short(self, reading: Awaitable[_T]) -> _T:
+        """A read's outcome, unless the breaker opens first. Either way the read has really ended, and its memory is free.
+
+        It is cancelled from within its own task: a task for every read would cost more than all else here.
+        """
+        task, opening = asyncio.current_task(), self._breaker.opening()
+        assert task is not None
+        state = _Read(task)
+        opening.add_done_callback(state.cut)
         try:
-            await asyncio.wait((task, self._breaker.opening()), return_when=asyncio.FIRST_COMPLETED)
+            return await reading
+        except asyncio.CancelledError:
+            if state.was_cut and not task.cancelling() - 1:
+                raise self._breaker.refusal() from None
+            raise
         finally:
-            if not task.done():
-                task.cancel()
-                if await until_over(task):
-                    raise asyncio.CancelledError
-        if task.cancelled():
-            raise self._breaker.refusal()
-        return task.result()
+            state.over = True
+            opening.remove_done_callback(state.cut)
+            if state.was_cut:
+                task.uncancel()
 
     def _judge(self, error: KVTierError | None) -> None:
         self._breaker.answered(error)

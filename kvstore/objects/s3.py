@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -117,7 +117,7 @@ class S3Store:
                     arrived(0, 0)
                 return await self._direct.get(key, range, target, if_none_match, session.credentials, arrived)
 
-        async with self._call(key):
+        with self._call(key):
             found = await self._sessions.use(attempt)
             if found is None:
                 found = await self._nothing(key, if_none_match)
@@ -126,7 +126,7 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        async with self._call(key):
+        with self._call(key):
             found = await self._sessions.use(lambda session: self._head(key, session))
             self._saw_bucket()
             return found
@@ -140,21 +140,22 @@ class S3Store:
                 return await session.put(key, view, mode)
             return await self._direct.put(key, view, mode, session.credentials)
 
-        async with self._call(key), self._gate.hold(len(view)):
-            done = await self._sessions.use(attempt)
+        with self._call(key):
+            async with self._gate.hold(len(view)):
+                done = await self._sessions.use(attempt)
             self._saw_bucket()
             return done
 
     async def copy(self, source: str, target: str) -> bool:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        async with self._call(source, target):
+        with self._call(source, target):
             return await self._sessions.use(lambda session: session.copy(source, target))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
         """See :class:`kvstore.objects.base.ObjectStore`."""
         token, seen = "", {""}
         while True:
-            async with self._call():
+            with self._call():
                 page = await self._sessions.use(lambda session: self._direct.page(prefix, start_after, token, session.credentials))
                 self._saw_bucket()
             if page.objects:
@@ -170,13 +171,13 @@ class S3Store:
         left: list[str] = []
         for at in range(0, len(keys), PAGE):
             batch = keys[at : at + PAGE]
-            async with self._call(*batch):
+            with self._call(*batch):
                 left += await self._sessions.use(partial(self._delete, batch))
         return left
 
     async def now(self) -> float:
         """See :class:`kvstore.objects.base.ObjectStore`. In whole seconds."""
-        async with self._call():
+        with self._call():
             return await self._sessions.use(lambda session: self._direct.date(session.credentials))
 
     async def aclose(self) -> None:
@@ -189,8 +190,8 @@ class S3Store:
             await self._quiet.wait()
         await self._sockets.aclose()
 
-    @asynccontextmanager
-    async def _call(self, *keys: str) -> AsyncIterator[None]:
+    @contextmanager
+    def _call(self, *keys: str) -> Iterator[None]:
         fork.refuse_in_child()
         if self._closed:
             raise Closed("this store was closed")

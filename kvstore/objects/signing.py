@@ -9,6 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
@@ -61,11 +62,17 @@ def sign(
     names = sorted(signed)
     canonical = "\n".join([method, path, query, *(f"{n}:{signed[n].strip()}" for n in names), "", ";".join(names), payload])
     to_sign = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
-    key = f"AWS4{credentials.secret_key}".encode()
-    for part in scope.split("/"):
-        key = hmac.digest(key, part.encode(), "sha256")
-    signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
+    signature = hmac.digest(_key(credentials.secret_key, scope), to_sign.encode(), "sha256").hex()
     signed["authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
     )
     return signed
+
+
+@lru_cache(maxsize=4)
+def _key(secret: str, scope: str) -> bytes:
+    """The key of a day."""
+    key = f"AWS4{secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key

@@ -210,7 +210,7 @@ class BucketOrigin:
         name, key = ref.name, self._uploads.key(ref.name, copy.gen)
         try:
             in_place = copy.bytes == into.nbytes or (copy.bytes == 0 and self._expects_raw)
-            got = await self._read_raw(ref, key, into) if in_place else await self._read_coded(ref, key, into)
+            got = await (self._read_raw(ref, key, into) if in_place else self._read_coded(ref, key, into, copy.bytes))
         except Corrupt:
             self._uploads.forget(name, copy.gen, bad=True)
             self.counts["corrupt_reads"] += 1
@@ -239,16 +239,24 @@ class BucketOrigin:
             await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into)
         return got
 
-    async def _read_coded(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
+    async def _read_coded(self, ref: BlockWant, key: str, into: memoryview, nbytes: int = 0) -> Got | None:
+        """Beside the destination, and decoded to it. `nbytes` is its length where it is known: no more is asked for then."""
         limit = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens).stored_limit
-        async with self._gate.hold(limit):
-            stored = np.empty(limit, np.uint8).data  # touched only as far as it is filled
+        room = min(nbytes, limit) or limit
+        async with self._gate.hold(room):
+            stored = np.empty(room, np.uint8).data  # touched only as far as it is filled
             arriving = codec.Arriving(stored, ref.name, ref.namespace, into)
-            got = await self._root.store.get(key, into=stored, arrived=arriving.arrived)
+            try:
+                got = await self._root.store.get(key, into=stored, arrived=arriving.arrived)
+            except Corrupt:
+                if room == limit:
+                    raise
+                got = None  # longer than it was: repaired under another codec
             if isinstance(got, Absent | Unchanged):
                 return None
-            await self._finish(arriving, got)
-        return got
+            if got is not None:
+                await self._finish(arriving, got)
+        return got or await self._read_coded(ref, key, into)
 
     async def _finish(self, arriving: codec.Arriving, got: Got) -> None:
         """Nothing is left to do where the threads that brought the bytes have done it."""

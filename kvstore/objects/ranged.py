@@ -1,0 +1,123 @@
+"""A store whose large reads are several at once: one block comes faster, and its first layers are there sooner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+from kvstore.errors import Corrupt
+from kvstore.objects.answers import no_answer
+from kvstore.objects.base import (
+    Absent,
+    Arrived,
+    Buffer,
+    Got,
+    ObjectMeta,
+    ObjectStore,
+    PutMode,
+    Refused,
+    Stored,
+    Unchanged,
+)
+
+PART: Final = 8 << 20
+"""Bytes of one range. Objects of less than two of them are read whole: a request costs money and, far away, a round trip."""
+_ALIGN: Final = 64 << 10
+
+
+class RangedStore:
+    """Reads whole large objects by ranges, side by side. See :class:`kvstore.objects.base.ObjectStore`.
+
+    Each range is a request of its own to everything below: counted, hedged and tried again alone. They are of one version of the
+    object, or there is no answer.
+
+    Args:
+        store: What to ask; this wrapper closes it.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def get(
+        self,
+        key: str,
+        *,
+        range: tuple[int, int] | None = None,  # noqa: A002  the contract's own name
+        into: memoryview | None = None,
+        if_none_match: str | None = None,
+        arrived: Arrived | None = None,
+    ) -> Got | Absent | Unchanged:
+        """See :class:`kvstore.objects.base.ObjectStore`. Give `into` the object's length where it is known."""
+        if into is None or range is not None or if_none_match is not None or into.nbytes < 2 * PART:
+            return await self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
+        target = into.cast("B")
+        parts = [asyncio.create_task(self._part(key, target, span, arrived)) for span in spans(len(target))]
+        try:
+            answers = await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)  # nobody writes into `into` any more
+        return _joined(key, target, answers)
+
+    async def head(self, key: str) -> ObjectMeta | Absent:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return await self._store.head(key)
+
+    async def put(self, key: str, body: Buffer, mode: PutMode) -> Stored | Refused:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return await self._store.put(key, body, mode)
+
+    async def copy(self, source: str, target: str) -> bool:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return await self._store.copy(source, target)
+
+    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return self._store.list(prefix, start_after=start_after)
+
+    async def delete(self, keys: Sequence[str]) -> Sequence[str]:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return await self._store.delete(keys)
+
+    async def now(self) -> float:
+        """See :class:`kvstore.objects.base.ObjectStore`."""
+        return await self._store.now()
+
+    async def aclose(self) -> None:
+        """Close the store below."""
+        await self._store.aclose()
+
+    async def _part(self, key: str, target: memoryview, span: tuple[int, int], arrived: Arrived | None) -> Got | Absent | Unchanged:
+        first, last = span
+        told = False
+
+        def here(start: int, end: int) -> None:
+            nonlocal told
+            assert arrived is not None
+            if end > start:
+                told = True
+                arrived(first + start, first + end)
+            elif told:  # it begins again, and of the others nobody keeps count
+                arrived(0, 0)
+
+        return await self._store.get(key, range=span, into=target[first:last], arrived=None if arrived is None else here)
+
+
+def spans(nbytes: int) -> list[tuple[int, int]]:
+    """Ranges of nearly one length, in order; all but the last end at multiples of 64 KiB."""
+    count = -(-nbytes // PART)
+    each = -(-nbytes // (count * _ALIGN)) * _ALIGN
+    return [(start, min(nbytes, start + each)) for start in range(0, nbytes, each)]
+
+
+def _joined(key: str, target: memoryview, answers: Sequence[Got | Absent | Unchanged]) -> Got | Absent | Unchanged:
+    first = answers[0]
+    if not isinstance(first, Got):
+        return first
+    if any(not isinstance(answer, Got) or answer.etag != first.etag for answer in answers):
+        raise no_answer(f"GET {key}", "the object changed while it was read")
+    if first.size > len(target):
+        raise Corrupt(f"GET {key}: {first.size} bytes where at most {len(target)} were expected")
+    return Got(target[: first.size], first.etag, first.size, first.modified)
