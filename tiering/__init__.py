@@ -32,12 +32,15 @@ from tiering.tier import (
 )
 
 if TYPE_CHECKING:
+    from tiering.device import DeviceLease, DeviceTier
     from tiering.disk import DiskTier
     from tiering.journal import Journal
 
 __all__ = [
     "LATENCY_BOUNDS",
     "Budget",
+    "DeviceLease",
+    "DeviceTier",
     "DiskTier",
     "DramSlot",
     "DramTier",
@@ -66,7 +69,7 @@ __all__ = [
     "settled",
 ]
 
-_LAZY = {"DiskTier": "tiering.disk", "Journal": "tiering.journal"}
+_LAZY = {"DeviceLease": "tiering.device", "DeviceTier": "tiering.device", "DiskTier": "tiering.disk", "Journal": "tiering.journal"}
 
 
 def __getattr__(name: str) -> Any:

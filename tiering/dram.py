@@ -166,6 +166,11 @@ class DramTier:
         return self._arena.size
 
     @property
+    def memory(self) -> memoryview:
+        """All of the arena, writable, for a device's driver to register. What nobody leased may change at any time."""
+        return self._arena.view
+
+    @property
     def used(self) -> int:
         """Payload bytes held or reserved."""
         return self._budget.held
