@@ -90,7 +90,8 @@ class Receipt(Answer, frozen=True, kw_only=True):
         version: The session's version that holds it.
         tokens: Tokens it names. Fewer than asked (`cut`) where bytes were neither here nor in the bucket any more.
         durability: What outlives what: `dram` this process's life, `nvme` its kill -9, `bucket` the machine.
-        branch: As in `Session`; "" where the session has yet to be made.
+        branch: As in `Session`; its first 16 digits where the session has yet to be made, which will do for `Commit.branch`; ""
+            where it is a version of a session that the commit did not name.
     """
 
     id: str

@@ -111,8 +111,12 @@ class Commit(OfSession, frozen=True, kw_only=True):
 
     Attributes:
         base_version: The version it was built on; 0 creates the session where the name is free.
-        branch: The session that `base_version` is a version of, as `Session.branch` says it. Where the id has come to mean another
-            one, whose versions are counted from 1 as well, the answer is `Gone`. "" where the caller does not know.
+        branch: The session that `base_version` is a version of, as `Session.branch` or `Receipt.branch` says it. Where the id has
+            come to mean another one, whose versions are counted from 1 as well, the answer is `Gone`. "" where the caller does not
+            know.
+        base_prefix_id: The last block of `base_version`, as the caller knows it; "" where it does not. Where that version ends
+            with another one, and would be replaced, the answer is `Conflict`: a promise that could not be kept leaves its number
+            to somebody else's version.
         blocks: The whole prefix, in order; only the last block may be partial.
         shards: Which shards the blocks were published for; every block has all of them.
         durability: What the answer promises; the node's default where None.
@@ -121,6 +125,7 @@ class Commit(OfSession, frozen=True, kw_only=True):
 
     base_version: int
     branch: str = ""
+    base_prefix_id: str = ""
     blocks: list[Link]
     shards: tuple[str, ...] = ("t0of1.p0of1.g0",)
     ttl_s: int | None = None

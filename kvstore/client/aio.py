@@ -198,6 +198,7 @@ class Client:
         namespace: Namespace | str,
         base_version: int,
         branch: str | None = None,
+        base_prefix_id: str | None = None,
         blocks: Sequence[Link],
         lane: str = "",
         shards: Sequence[Shard | str] = (WHOLE,),
@@ -208,7 +209,8 @@ class Client:
     ) -> api.Receipt:
         """Make published blocks the session's next version (:class:`kvstore.api.Commit`).
 
-        Where `branch` is None it is the session of which this client last saw version `base_version`.
+        Where `branch` is None it is the session of which this client last saw version `base_version`; where `base_prefix_id` is
+        None it is the last block of what it saw of that session.
 
         Raises:
             Gone: The session that it was built on is no more, whatever its id means now.
@@ -222,6 +224,7 @@ class Client:
             lane,
             base_version=base_version,
             branch=branch or "",
+            base_prefix_id=base_prefix_id or "",
             blocks=list(blocks),
             shards=tuple(map(str, shards)),
             ttl_s=ttl_s,
@@ -229,8 +232,11 @@ class Client:
             durability=durability,
             write_id=write_id,
         )
+        seen = self._seen.base_of(request)
         if branch is None:
-            request = msgspec.structs.replace(request, branch=self._seen.branch_of(request))
+            request = msgspec.structs.replace(request, branch=seen.branch)
+        if base_prefix_id is None and request.branch == seen.branch:
+            request = msgspec.structs.replace(request, base_prefix_id=seen.last)
         return await self._call("commit", request, api.Receipt)
 
     async def fork(
@@ -419,5 +425,5 @@ class Client:
         answer = await self._transport.call(name, request)
         if not isinstance(answer, kind):
             raise Unavailable(f"{name}: the node answered with a {type(answer).__name__}")
-        self._seen.note(answer)
+        self._seen.note(request, answer)
         return answer

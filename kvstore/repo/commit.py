@@ -29,6 +29,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Of its blocks.
         base: The version it was built on.
         branch: The branch that `base` is a version of, or what was promised of it; "" where the caller does not know.
+        base_prefix: The last block of `base`, as the caller knows it; "" where it does not.
         links: The whole prefix, in order; only the last block may be partial.
         shards: Every block is stored for all of these.
         labels: None keeps those of the version before.
@@ -39,6 +40,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     namespace: Namespace
     base: int
     branch: str = ""
+    base_prefix: str = ""
     links: tuple[Link, ...]
     shards: tuple[str, ...]
     labels: dict[str, str] | None = None
@@ -110,7 +112,8 @@ class Commit:
         """Step 6: what of this head is kept, and whether anything is added.
 
         Raises:
-            Conflict: The stored version is neither the base, nor contains the proposal, nor grew from the base towards it.
+            Conflict: The stored version is neither the base (and what the caller takes for it), nor contains the proposal, nor
+                grew from the base towards it.
             Gone: There is no such branch.
         """
         want, branch = self._proposal, head.branches.get(self._branch, self._start)
@@ -128,6 +131,8 @@ class Commit:
             same = run == len(have) == len(want.links) and whole
             if same and manifest is not None and (want.labels is None or want.labels == manifest.labels):
                 return Settled(self._contained(branch.seq))
+            if not await self._expected(have):
+                raise Conflict(f"version {branch.seq} of the session is not what this commit was built on", current=branch.seq)
         elif want.base < branch.seq and await covers(have, want.links, self._cut):
             if whole:
                 return Settled(self._contained(await self._exact(branch)))
@@ -223,6 +228,13 @@ class Commit:
 
     async def _links(self, version: Version) -> list[Link]:
         return links_of(await self._first(version.manifest, await self._manifest(version.manifest), version.n))
+
+    async def _expected(self, have: Sequence[Link]) -> bool:
+        """Whether the base is what the caller takes it for, as far as the caller says, or is continued and so not replaced."""
+        want = self._proposal
+        if not want.base_prefix or (have and have[-1].prefix_id == want.base_prefix):
+            return True
+        return await covers(want.links, have, self._cut)
 
     async def _grew(self, branch: Branch) -> bool:
         """Whether the branch only grew since the base: no edit and no rewind in between, as far as its history tells."""

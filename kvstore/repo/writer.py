@@ -13,7 +13,7 @@ from kvstore.api import MAIN, Receipt
 from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound, Unavailable
 from kvstore.ids import Link, Namespace, NamespaceId, PrefixId
 from kvstore.model import Branch, Head, Manifest, Name
-from kvstore.repo.branches import made_for, means, promised
+from kvstore.repo.branches import is_promise, made_for, means, promised
 from kvstore.repo.chains import Block, Source, common, covers, cutter, fold, links_of, unfold
 from kvstore.repo.commit import Commit, Committed, Ledger, Proposal, scoped
 from kvstore.repo.edits import dropped
@@ -77,6 +77,10 @@ class Writer:
         await self._root.put_namespace(proposal.namespace)
         place = Place(tenant, session, proposal.namespace.id, lane or MAIN)
         free = False
+        if proposal.write_id:
+            # Known by what it was promised: that tells its followers which session it made, or was taken in by.
+            promise = promised(tenant, session, place.namespace, proposal.write_id)
+            proposal = msgspec.structs.replace(proposal, write_id=promise)
         if not lane:
             place, free = await self._in_its_lane(place, proposal, source)
         start = Branch(seq=0, ttl=ttl if proposal.ttl is None else proposal.ttl, sliding=sliding)
@@ -200,13 +204,18 @@ class Writer:
     async def _meant(self, place: Place, branch: str) -> Name:
         """The name, if it means the session that a commit was built on. Versions are numbers: another one has the same (I4)."""
         name = await self._named(self._finder.key(*place))
-        if name is None or not means(name.branch, branch):
+        if name is None or not (means(name.branch, branch) or await self._took_in(place, name, branch)):
             raise Gone(
                 f"the session that this commit was built on is not what {place.session!r} means in lane {place.lane!r}: "
-                "it was deleted, or it expired",
+                "it was deleted, or it expired, or whoever promised it has yet to make it",
                 remedy="restore the session, and commit on what it holds now",
             )
         return name
+
+    async def _took_in(self, place: Place, name: Name, promise: str) -> bool:
+        """Whether the commit that was to make a session found this one under its name, and made a version of it."""
+        found = await self._finder.look(*place) if is_promise(promise) else None
+        return found is not None and found.branch_id == name.branch and _knows(found, promise)
 
     async def _made_again(self, place: Place, proposal: Proposal) -> None:
         """The name means another session than we knew. Whoever built on a version of an earlier one never touches it (I4).
@@ -216,10 +225,7 @@ class Writer:
         found = await self._finder.look(*place)
         if found is None or not proposal.base:
             return
-        ours = scoped(found.branch_id, proposal.write_id)
-        if ours and found.position is not None and ours in found.position.head.recent:
-            return
-        if any(made_by(version.manifest, ours) for version in versions_of(found.branch)):
+        if _knows(found, proposal.write_id):
             return
         raise Conflict(
             f"session {place.session!r} was deleted and made again; it is at version {found.branch.seq}",
@@ -237,10 +243,8 @@ class Writer:
         self, place: Place, proposal: Proposal, source: Source, start: Branch, copies: Sequence[Block] = ()
     ) -> Committed:
         """PUT an empty open head, commit the branch, then name it."""
-        write_id = proposal.write_id
-        promise = promised(place.tenant, place.session, place.namespace, write_id) if write_id else ""
         for _ in range(_TRIES):
-            branch = made_for(promise, self._root.ids)
+            branch = made_for(proposal.write_id, self._root.ids)
             commit = Commit(self._ledger, place.tenant, "", branch, proposal, source, start, copies)
             await commit.ahead(Head(), self._epochs.latest)
             family = await self._family(place.tenant)
@@ -248,7 +252,7 @@ class Writer:
                 done = await self._families.run(self._key(place.tenant, family), commit.of(family))
             except Gone:
                 continue
-            await self.name(place, family, branch, write_id)
+            await self.name(place, family, branch, proposal.write_id)
             return done
         raise Unavailable("collections keep ending this session's new family: try again")
 
@@ -310,6 +314,14 @@ class _Opening:
         name = await self._ledger.manifests.put(self._tenant, self._family, epoch, manifest)
         branch = renewed(msgspec.structs.replace(self._start, manifest=name, at=now), now)
         return Swap({self._branch: branch}, (branch, manifest))
+
+
+def _knows(found: Found, write_id: str) -> bool:
+    """Whether a session remembers the commit with that write id as its own."""
+    ours = scoped(found.branch_id, write_id)
+    if ours and found.position is not None and ours in found.position.head.recent:
+        return True
+    return any(made_by(version.manifest, ours) for version in versions_of(found.branch))
 
 
 async def _share(stored: Sequence[Link], links: Sequence[Link], proposal: Proposal, source: Source) -> bool:

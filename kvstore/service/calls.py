@@ -342,6 +342,8 @@ def check_commit(request: api.Commit, namespace: Namespace) -> None:
         raise Invalid(f"blocks has {len(request.blocks)} entries; it must have 1 to {api.MAX_BLOCKS}")
     if request.base_version < 0:
         raise Invalid("base_version must be at least 0")
+    if request.base_prefix_id:
+        prefix_id(request.base_prefix_id)
     parse_shards(request.shards)
     if request.write_id and not (len(request.write_id) == 32 and set(request.write_id) <= set("0123456789abcdef")):
         raise Invalid("write_id must be 32 lower-case hex digits")

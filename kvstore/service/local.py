@@ -53,6 +53,7 @@ class LocalCommits:
             namespace=fields,
             base=request.base_version,
             branch=request.branch,
+            base_prefix=request.base_prefix_id,
             links=tuple(request.blocks),
             shards=request.shards,
             labels=request.labels or None,

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.clock import SeededIds
 from kvstore.errors import AlreadyExists, Conflict, Gone
+from kvstore.ids import chain
 from kvstore.objects import Fault
 from kvstore.repo.branches import promised
 from kvstore.repo.testing import commit, opened, tiny, until
@@ -139,3 +140,39 @@ async def test_r7_every_attempt_to_make_a_session_has_a_branch_id_of_its_own(rep
     receipt = await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
     assert receipt.branch == made[1] != made[0]
     assert {branch[:16] for branch in made} == {promised("default", "s", NS.id, write)}
+
+
+async def test_a_session_that_was_there_already_remembers_the_promise_that_it_took_in(repo, memory, clock, shelf):
+    """An empty one was made first: what was promised lands in that, and is found there by another node."""
+    write = "7" * 32
+    said = promised("default", "s", NS.id, write)
+    empty = await repo.sessions.create("default", "s", NS, "main")
+    assert (await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)).branch == empty.branch
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        assert (await commit(fresh, shelf, "s", range(12), 1, NS, branch=said)).branch == empty.branch
+        with pytest.raises(Gone):
+            await commit(fresh, shelf, "s", range(16), 2, NS, branch=promised("default", "s", NS.id, "8" * 32))
+
+
+# --- which version ---
+
+
+@pytest.mark.parametrize("tokens", [range(4), range(20, 32)])
+async def test_a_base_that_is_not_what_the_caller_takes_it_for_is_not_replaced(repo, shelf, tokens):
+    """The caller was promised a version 1 that could not be made; this one is somebody else's."""
+    theirs = await commit(repo, shelf, "s", range(100, 108), 0, NS, branch="")
+    mine = chain(NS, range(8))
+    with pytest.raises(Conflict, match="not what this commit was built on") as conflict:
+        await commit(repo, shelf, "s", tokens, 1, NS, branch=theirs.branch, base_prefix=mine[-1].prefix_id)
+    assert conflict.value.facts["current"] == 1
+    assert await tokens_of(repo) == 8
+
+
+async def test_a_base_that_is_continued_takes_nothing_away_whatever_the_caller_took_it_for(repo, shelf):
+    """It was promised 12 tokens, of which 8 could be kept."""
+    first = await commit(repo, shelf, "s", range(8), 0, NS)
+    promise = chain(NS, range(12))
+    longer = await commit(repo, shelf, "s", range(16), 1, NS, branch=first.branch, base_prefix=promise[-1].prefix_id)
+    assert (longer.version, longer.tokens) == (2, 16)
+    edited = chain(NS, range(16))[-1].prefix_id
+    assert (await commit(repo, shelf, "s", range(4), 2, NS, branch=first.branch, base_prefix=edited)).version == 3

@@ -21,16 +21,16 @@ LOOKS = {Miss.UNAVAILABLE, Miss.TIMEOUT}
 
 
 class Known(NamedTuple):
-    """What a user builds on: a version, its tokens, and the session that it is one of.
+    """What a user builds on: a version, its tokens, and the session that it is one of. Who made it says how it ends.
 
-    Who was promised a version does not know which session it will be of. The node does, in that life: `follows` is the operation.
+    Who was promised a version may know no more of its session than how its id begins: `follows` is the operation.
     """
 
     version: int = 0
     tokens: tuple = ()
     branch: str = ""
     follows: int = -1
-    life: object = None
+    mine: bool = False
 
 
 NOTHING = Known()
@@ -70,8 +70,8 @@ class User:
         if lot < 0.92 or not tokens:
             tokens += tuple(self.random.randrange(WORDS) for _ in range(self.random.randint(1, 9)))
         durability = self.random.choices(("bucket", "nvme", "dram"), (8, 2, 1))[0]
-        told = {"base": base, "tokens": tokens, "branch": branch, "follows": known.follows}
-        op = self.world.history.begin("commit", tenant, session, durability=durability, **told)
+        told = {"base": base, "branch": branch, "built_on": known.tokens, "says_how": known.mine, "follows": known.follows}
+        op = self.world.history.begin("commit", tenant, session, durability=durability, tokens=tokens, **told)
         links = self.world.library.links(tenant, tokens)
         ttl = self.random.choice((None, None, 0, 40))
         request = request_of(op, self.world, links, ttl=ttl, write_id=f"{self.random.getrandbits(128):032x}")
@@ -80,8 +80,6 @@ class User:
         for _ in range(3):  # a retry is the same operation, perhaps on another node
 
             async def work(node):
-                if known.life not in {None, node.life}:
-                    return Unavailable("the life that knew what was promised is over")
                 if bytes_here:
                     self.world.library.fill(node.shelf, tenant, tokens)
                 return await node.commit(op, tenant, request, durability)
@@ -89,7 +87,7 @@ class User:
             op.tries += 1
             answer = await self._asked(work)
             unknown = answer is None or isinstance(answer, Unavailable)
-            if not unknown or known.follows >= 0 or self.random.random() < 0.4:
+            if not unknown or self.random.random() < 0.4:
                 break
             if self.random.random() < 0.5:
                 self.node = self.random.choice(self.world.nodes)
@@ -106,10 +104,9 @@ class User:
             if answer.version == op.base:  # a longer version holds it, which this user has not seen
                 self.known.pop(place, None)
             elif branches:
-                self.known[place] = Known(answer.version, op.tokens, branches[-1])
+                self.known[place] = Known(answer.version, op.tokens, branches[-1], mine=True)
         elif op.durability != "bucket" and self.random.random() < 0.8:
-            follows, life = (-1, None) if op.branch else (op.id, op.lives[-1])  # retries of the former may go anywhere
-            self.known[place] = Known(answer.version, op.tokens, op.branch, follows, life)
+            self.known[place] = Known(answer.version, op.tokens, answer.branch, op.id, mine=True)
         else:
             self.known.pop(place, None)
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvstore.errors import AlreadyExists, Conflict, Gone, KVTierError, NotFound, Overloaded, TooManyBranches, Unavailable
+from kvstore.repo.branches import is_promise, means
+from kvstore.repo.heads import versions_of
 
 ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
 NO_BYTES = "bytes of this commit's first block"
 DECIDED = {"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"}  # what ends a promise
-REMADE = "was deleted and made again"  # by a node that knew an earlier session of that name: it may be wrong about the user
 
 
 @dataclass
@@ -22,9 +23,11 @@ class Op:
     key: str  # of the name
     start: float
     base: int = 0
+    built_on: tuple = ()  # the tokens of `base`
+    says_how: bool = False  # it says how `base` ends
     tokens: tuple = ()
-    branch: str = ""  # the branch that `base` is a version of
-    follows: int = -1  # where it does not know: the operation that was promised that version
+    branch: str = ""  # the branch that `base` is a version of, or how its id was promised to begin
+    follows: int = -1  # the operation that was promised that version
     source: str = ""  # key of the name of the session that is forked
     versioned: bool = False  # it names a version, which may be what is gone
     durability: str = "bucket"
@@ -34,6 +37,8 @@ class Op:
     outcome: str = ""
     answer: object = None
     decided: bool = False  # of a promise: it landed, or the protocol refused it
+    refused: bool = False  # it was refused, at least once
+    landed: set = field(default_factory=set)  # branches that it is in, each with a life that was told so
 
     def __str__(self):
         said = self.answer.kind if isinstance(self.answer, KVTierError) else ""
@@ -72,10 +77,11 @@ class History:
         match answer:
             case Unavailable():
                 return answer.kind in {"outcome_unknown", "timeout"}
-            case Conflict() if op.kind == "commit" and op.tries > 1:
-                # An earlier try may be under way: it makes a session once the name is free, or goes on in the one it knows.
-                # On the same life of a node the tries are one.
-                return (op.base == 0 and len(set(op.lives)) > 1) or REMADE in answer.message
+            case Conflict() | Gone() if op.kind == "commit" and op.tries > 1 and len(set(op.lives)) > 1:
+                # An earlier try may be under way on another node, and lands once the name is free, or the promise kept that it was
+                # built on. On one life of a node they are one.
+                early = is_promise(op.branch) if isinstance(answer, Gone) else answer.facts["current"] < op.base
+                return (op.base == 0 and isinstance(answer, Conflict)) or (op.follows >= 0 and early)
         return False
 
     def deleting(self, life, branch, now):
@@ -95,13 +101,12 @@ class History:
                 true = True  # it was promised a version that is still on its way
             case Conflict():
                 seqs = {seq for branch in found for seq in branch.current(op.start, end)}
-                true = bool(seqs - {op.base}) or free or len(found) > 1 or (op.base > 0 and REMADE in error.message)
+                other = any(op.base in each.versions and each.versions[op.base].tokens != op.built_on for each in found)
+                true = bool(seqs - {op.base}) or free or len(found) > 1 or (op.base > 0 and other)
             case NotFound() if NO_BYTES in error.message:
                 true = op.kind in {"commit", "detach"}
-            case Gone() if op.follows >= 0:
-                true = True  # the promise that it was built on may not have been kept
             case Gone() if op.kind == "commit" and op.branch:
-                true = truth.branches[op.branch].gone <= end
+                true = self._over(op, end)
             case NotFound() | Gone():
                 source = op.key if op.source == "" else op.source
                 gone = truth.meant(source, op.start, end)[1]
@@ -115,6 +120,36 @@ class History:
         if not true:
             self._world.violation("I2" if isinstance(error, Conflict) else "I3", f"{op} was told {error!r}")
 
+    def _over(self, op, end):
+        """Whether the session that a commit was built on is no more, never came to be, or is known to another life only."""
+        truth = self._world.truth
+        if not is_promise(op.branch):
+            return truth.branches[op.branch].gone <= end
+        made = [each for each in truth.branches.values() if means(each.id, op.branch) and op.key in each.names]
+        if any(each.names[op.key] > op.start for each in made):
+            return True  # it had yet to be made
+        if made:
+            return all(each.gone <= end for each in made) or self._lost(self.ops[op.follows])
+        maker = self._maker(op)
+        knew = {branch for branch, life in maker.landed if life is op.lives[-1]}
+        knew |= {branch for branch, _ in maker.landed if self._remembers(truth.branches[branch], maker)}
+        return all(truth.branches[branch].gone <= end for branch in knew)
+
+    def _remembers(self, branch, op):
+        """Whether a session still keeps a version that an operation made."""
+        kept = {version.seq for version in versions_of(branch.last)}
+        return any(seq in kept and content.op == op.id for seq, content in branch.versions.items())
+
+    def _lost(self, op):
+        """Whether a promise could not be kept, or one that it was built on."""
+        return op.refused or (op.follows >= 0 and self._lost(self.ops[op.follows]))
+
+    def _maker(self, op):
+        """The operation that was promised to make the session that this one was built on."""
+        while op.base:
+            op = self.ops[op.follows]
+        return op
+
     def _acknowledged(self, op, answer):
         if op.kind == "commit" and answer.durability == "bucket":
             self._committed(op, answer)
@@ -123,15 +158,16 @@ class History:
         elif op.kind == "delete" and not self._world.truth.meant(op.key, op.start, op.end)[1]:
             self._world.violation("I4", f"{op}: the session is still there")
 
-    def committed(self, op, receipt):
+    def committed(self, op, receipt, life):
         """What the bucket acknowledged, also behind a caller who had its answer already."""
         op.decided = True
+        op.landed.add((receipt.branch, life))
         self._committed(op, receipt)
 
     def dropped(self, op, error):
         """A promise could not be kept, and whoever was given it does not hear of it."""
         if op.durability != "bucket" and error.kind in DECIDED:
-            op.decided = True
+            op.decided = op.refused = True
             self._refused(op, error, self._world.now)
 
     def _committed(self, op, receipt):
@@ -187,12 +223,12 @@ class History:
         self._reachable()
 
     def _meant_by(self, op):
-        """The branch that an operation was built on; of several, where a promise made its session more than once."""
-        if op.branch or not op.base:
+        """The branches that an operation may have been built on: several, where a promise made its session more than once."""
+        if not is_promise(op.branch):
             return {op.branch}
-        before = self.ops[op.follows]
-        made = {effect.branch for effect in self._world.truth.effects.get(before.id, ())}
-        return made if not before.base else made & self._meant_by(before)
+        return {branch for branch in self._world.truth.branches if means(branch, op.branch)} | {
+            branch for branch, _ in self._maker(op).landed
+        }
 
     def _in_vain(self, op):
         """Whether it may have been built on a promise that was dropped, and went with it."""

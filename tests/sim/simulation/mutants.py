@@ -10,6 +10,7 @@ from kvstore.errors import Conflict
 from kvstore.lifecycle import collector, marking, sweep
 from kvstore.objects import OVERWRITE, Stored, Update
 from kvstore.repo import families, heads, names, root, uploads, writer
+from kvstore.repo.commit import Commit
 from kvstore.repo.heads import Heads, Position
 from kvstore.service import commits
 
@@ -128,6 +129,21 @@ async def _whoever_has_the_name(self, place, branch):
     return await self._named(self._finder.key(*place))
 
 
+async def _by_its_number(self, have):
+    """A promise that was not kept leaves its number to somebody else's version, which is taken for it."""
+    return True
+
+
+def _any_id(promise, ids):
+    """I4: how a branch id begins does not say who made it."""
+    return ids.new()
+
+
+async def _not_that_one(self, place, name, promise):
+    """I4: only how a branch id begins says which promise a session has kept."""
+    return False
+
+
 async def _forgetting(self):
     """A promise ends with the life that gave it."""
     return 0
@@ -145,14 +161,29 @@ MUTANTS = {
     "blind_swap": Mutant("a swap does not name what it replaces", ("R8", "I2", "I1"), [_patch(Heads, "swap", _overwrite)]),
     "blind_claim": Mutant("a claim does not name the value it judged", ("I3",), [_patch(names.Names, "claim", _blind_claim)]),
     "any_session": Mutant(
-        "a commit does not look which session it was built on", ("I4",), [_patch(writer.Writer, "_meant", _whoever_has_the_name)]
+        "a commit does not look which session it was built on",
+        ("I4", "I2"),
+        [_patch(writer.Writer, "_meant", _whoever_has_the_name)],
+    ),
+    "any_base": Mutant(
+        "a commit does not look whether its base is what it takes it for", ("I2",), [_patch(Commit, "_expected", _by_its_number)]
+    ),
+    "nameless_promise": Mutant(
+        "nothing tells which session was made for a promise",
+        ("I3",),
+        [_patch(writer, "made_for", _any_id), _patch(writer.Writer, "_took_in", _not_that_one)],
+    ),
+    "taken_in_unseen": Mutant(
+        "a session that was there first does not tell which promise it kept",
+        ("I3",),
+        [_patch(writer.Writer, "_took_in", _not_that_one)],
     ),
     "blind_expire": Mutant(
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]
     ),
     "reap_early": Mutant("a head is deleted as soon as it is dead", ("I6", "R8"), [_patch(collector, "Reaper", _hasty)], round=5),
     "promise_forgotten": Mutant(
-        "a node does not take up what it promised before it died", ("I2",), [_patch(commits.Commits, "replay", _forgetting)]
+        "a node does not take up what it promised before it died", ("I2", "I3"), [_patch(commits.Commits, "replay", _forgetting)]
     ),
     "evict_early": Mutant(
         "sessions go before the bucket is full", ("I5",), [_patch(collector._Collection, "_evict", _half_the_limit)], round=2

@@ -50,6 +50,7 @@ class Local:
             namespace=self._world.library.namespaces[tenant],
             base=request.base_version,
             branch=request.branch,
+            base_prefix=request.base_prefix_id,
             links=tuple(request.blocks),
             shards=request.shards,
             labels=request.labels or None,
@@ -63,7 +64,7 @@ class Local:
         except KVTierError as error:
             self._world.history.dropped(op, error)
             raise
-        self._world.history.committed(op, receipt)
+        self._world.history.committed(op, receipt, self._node.life)
         return receipt
 
     async def _source(self, name):
@@ -149,12 +150,14 @@ class Node:
 
 def request_of(op, world, links, *, ttl, write_id):
     """As a client would send it. Its label tells which operation a manifest comes from."""
+    built_on = world.library.links(op.tenant, op.built_on) if op.says_how else ()
     return api.Commit(
         id=op.session,
         namespace=world.library.namespaces[op.tenant].id,
         lane="main",
         base_version=op.base,
         branch=op.branch,
+        base_prefix_id=built_on[-1].prefix_id if built_on else "",
         blocks=links,
         ttl_s=ttl,
         labels={"op": str(op.id)},

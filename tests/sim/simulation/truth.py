@@ -183,7 +183,7 @@ class Truth:
             self.effects.setdefault(content.op, []).append(Effect(now, name, branch.seq, life))
             op = self._world.history.ops.get(content.op)
             past = truth.versions.get(branch.seq - 1)
-            if op is None or op.kind != "commit" or past is None or op.base == branch.seq - 1:
+            if op is None or op.kind != "commit" or past is None or (op.base == branch.seq - 1 and op.built_on == past.tokens):
                 return
             if content.tokens[: len(past.tokens)] != past.tokens:
                 self.wrong("I2", f"{op} replaced version {branch.seq - 1}, which it had not seen")
