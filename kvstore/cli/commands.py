@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "up": ("up", "One machine, everything: an embedded S3 store unless you name one, and a node."),
     "serve": ("serve", "Run a node with the configuration of this machine."),
     "doctor": ("doctor", "Check the store's guarantees, disk, memory, clock and credentials, and say what to do."),
+    "bench": ("bench", "What memory, disk and bucket give here, and how long restoring a prompt takes from each."),
     "sessions": ("sessions", "Look at sessions and change their lives: ls, create, show, restore, fork, rewind, ..."),
     "namespaces": ("namespaces", "What is stored for which model; rm after a weight update."),
     "tenants": ("tenants", "All that one tenant has: rm."),
