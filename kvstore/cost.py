@@ -105,6 +105,7 @@ class Costs:
         self._monotonic, self._lifetime = monotonic, lifetime
         self._model = Line(8 * lifetime)
         self._tiers: dict[str, Line] = {}
+        self._floors: dict[str, Seen] = {}  # the last request to it that was given up: one as large takes at least as long
         self._answered: dict[str, float] = {}  # when one that was answered in full was last seen, and none was given up since
 
     def observe_compute(self, start: int, tokens: int, seconds: float) -> None:
@@ -116,12 +117,17 @@ class Costs:
         """One request for so many bytes of one tier took so long, or was given up after so long where it is not `whole`."""
         if nbytes <= 0 or seconds <= 0:
             return
-        now, known = self._monotonic(), self.load(tier, nbytes)
-        if not whole and known is not None and known > seconds:
-            return  # nothing new
+        now, known, floor = self._monotonic(), self.load(tier, nbytes), self._floors.get(tier)
+        seen = Seen(nbytes, 1.0, seconds, now)
+        if whole and floor is not None and nbytes >= floor.much and seconds < floor.seconds:
+            del self._floors[tier]
+        if not whole:
+            if known is not None and known > seconds:
+                return  # nothing new
+            self._floors[tier] = seen
         if not whole or tier not in self._answered:
             self._tiers[tier] = Line(self._lifetime)  # what was thought of it was wrong, or only that it takes longer than this
-        self._tiers[tier].add(Seen(nbytes, 1.0, seconds, now))
+        self._tiers[tier].add(seen)
         if whole:
             self._answered[tier] = now
         else:
@@ -138,7 +144,10 @@ class Costs:
         line = self._tiers.get(tier)
         if line is None or not line.known(self._monotonic()):
             return None
-        return line.seconds(nbytes, requests)
+        seconds, floor = line.seconds(nbytes, requests), self._floors.get(tier)
+        if floor is not None and nbytes >= floor.much and self._monotonic() - floor.at <= self._lifetime:
+            return max(seconds, floor.seconds)
+        return seconds
 
     def trusts(self, tier: str) -> bool:
         """Whether it answers, as far as was seen lately, and in the time that it used to take: `load` is more than a guess."""

@@ -2,7 +2,7 @@
 
 A prefix is of use from its beginning only, so the choice is a split: load the tokens [0, s), compute [s, n). Loading goes step by
 step, and waits only so long that stopping there costs at most 5 % more than having computed everything: a tier that is slower than
-it was, or of which nothing is known, is given up in time. docs/design/004-compute-or-load.md has the reasons.
+it was, or of which nothing is known, is given up in time. docs/design/006-compute-or-load.md has the reasons.
 """
 
 from __future__ import annotations

@@ -96,6 +96,21 @@ def test_a_tier_that_was_given_up_is_slow_until_it_answers(costs):
     assert costs.load("bucket", 1 << 20) == pytest.approx(2.0)
 
 
+def test_a_request_that_was_given_up_is_remembered_beside_larger_ones_that_were_answered(costs, now):
+    costs.observe_load("bucket", 2 << 20, 0.040, whole=False)
+    costs.observe_load("bucket", 4 << 20, 0.056)
+    assert costs.load("bucket", 2 << 20) == pytest.approx(0.040)  # not half of what twice as much took
+    assert costs.load("bucket", 1 << 20) == pytest.approx(0.014)
+    assert costs.load("bucket", 8 << 20) == pytest.approx(0.112)
+    costs.observe_load("bucket", 4 << 20, 0.030)
+    assert costs.load("bucket", 2 << 20) < 0.030
+    costs.observe_load("bucket", 2 << 20, 0.300, whole=False)
+    costs.observe_load("bucket", 2 << 20, 0.010)
+    now.t = 901
+    costs.observe_load("bucket", 2 << 20, 0.010)
+    assert costs.load("bucket", 2 << 20) == pytest.approx(0.010)
+
+
 def test_what_was_seen_of_a_tier_is_forgotten_before_what_was_seen_of_the_model(costs, now):
     for _ in range(2):
         costs.observe_compute(0, 1000, 0.1)
