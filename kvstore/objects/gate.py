@@ -30,6 +30,20 @@ class ByteGate:
         """Bytes let through and not yet given back."""
         return self._held
 
+    @property
+    def limit(self) -> int:
+        """Bytes that may be let through at one time."""
+        return self._limit
+
+    def resize(self, limit: int) -> None:
+        """From now on; what was let through stays so."""
+        self._limit = limit
+        self._let_through()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a request of so many bytes would pass at once."""
+        return not self._waiting and self._held + min(nbytes, self._limit) <= self._limit
+
     @asynccontextmanager
     async def hold(self, nbytes: int) -> AsyncIterator[None]:
         """Wait for room, and keep it for the length of the block."""
@@ -68,7 +82,7 @@ class ByteGate:
         self._let_through()
 
     def _let_through(self) -> None:
-        while self._waiting and self._held + self._waiting[0][0] <= self._limit:
+        while self._waiting and (self._held + self._waiting[0][0] <= self._limit or not self._held):
             size, turn = self._waiting.popleft()
             if not turn.done():
                 self._held += size

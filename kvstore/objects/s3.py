@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.clock import Clock, SystemClock
-from kvstore.errors import Closed, Invalid
+from kvstore.errors import Closed, Invalid, Unavailable
 from kvstore.objects import fork
 from kvstore.objects.answers import no_answer
 from kvstore.objects.base import (
@@ -37,10 +37,10 @@ from kvstore.objects.base import (
 from kvstore.objects.credential_chain import chain
 from kvstore.objects.credentials import Credentials, Rotation
 from kvstore.objects.direct import Direct
-from kvstore.objects.gate import ByteGate
 from kvstore.objects.sessions import Session, Sessions
 from kvstore.objects.settings import S3Settings
 from kvstore.objects.sockets import Sockets
+from kvstore.objects.window import Window
 
 LARGE: Final = 1 << 20
 """From this size on, bodies move through sockets of our own."""
@@ -48,7 +48,11 @@ _BUCKET_SEEN_S: Final = 10.0  # how long proof that the bucket exists lasts; a H
 
 
 class S3Store:
-    """See :class:`kvstore.objects.base.ObjectStore`. Open it with `S3Store.open`."""
+    """See :class:`kvstore.objects.base.ObjectStore`. Open it with `S3Store.open`.
+
+    Attributes:
+        window: How much may be under way at it now.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,8 @@ class S3Store:
         authorities: str,
     ) -> None:
         self._clock = clock
-        self._gate = gate = ByteGate(settings.max_inflight_bytes, settings.timeout_s)
+        self.window = Window(settings.max_inflight_bytes, settings.timeout_s, clock)
+        gate = self.window.gate
         self._sockets = Sockets(settings.address(), tls, settings.connections)
         self._direct = Direct(settings, self._sockets, clock)
         self._sessions = Sessions(Rotation(credentials, clock), lambda found: Session(found, settings, gate, authorities, LARGE))
@@ -112,7 +117,7 @@ class S3Store:
                 return None
             if target is None or min(len(target), LARGE if range is None else range[1] - range[0]) < LARGE:
                 return await session.get(key, range, target, if_none_match)
-            async with self._gate.hold(len(target)):
+            async with self.window.hold(len(target), "get"):
                 if arrived is not None:
                     arrived(0, 0)
                 return await self._direct.get(key, range, target, if_none_match, session.credentials, arrived)
@@ -141,7 +146,7 @@ class S3Store:
             return await self._direct.put(key, view, mode, session.credentials)
 
         with self._call(key):
-            async with self._gate.hold(len(view)):
+            async with self.window.hold(len(view), "put"):
                 done = await self._sessions.use(attempt)
             self._saw_bucket()
             return done
@@ -200,6 +205,10 @@ class S3Store:
         self._under_way += 1
         try:
             yield
+        except Unavailable as error:
+            if error.kind == "store_busy":
+                self.window.busy()
+            raise
         finally:
             self._under_way -= 1
             self._quiet.set()
