@@ -168,7 +168,7 @@ async def test_b47_five_hundred_cancels_leak_nothing(seaweed, s3_store, root):
                 read.cancel()
             await asyncio.wait(reads)
         assert (await store.get(f"{root}/k", into=memoryview(buffers[0]))).data == BIG
-        assert store._gate.held == 0
+        assert store.window.gate.held == 0
         assert store._under_way == 0
         assert open_descriptors() <= baseline + 12  # obstore opens a few kept connections of its own
     async with BucketAdmin.open(seaweed.settings(), seaweed.credentials) as admin:
