@@ -19,7 +19,7 @@ _TRIES: Final = 16
 _MAX_BYTES: Final = 16 * 1024
 
 
-class Held(msgspec.Struct, frozen=True):
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A name as it was read."""
 
     name: Name

@@ -171,6 +171,7 @@ class Restores:
 
     def _gone(self, restore: Restoring, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        restore.task = None  # thousands of them are remembered
         self._set(restore, state="cancelled")  # before its first step; otherwise it has said how it ended
 
     def _find(self, tenant: str, restore_id: str) -> Restoring:
@@ -231,7 +232,7 @@ class Restores:
             self._active.pop(restore.key, None)
             self._speculative.pop(restore.status.restore_id, None)
             self._ended.append(restore.status.restore_id)
-            restore.request = msgspec.structs.replace(restore.request, tokens=[], shards=())  # thousands of them are remembered
+            restore.request = msgspec.structs.replace(restore.request, tokens=[], shards=())
             self.outcomes[f"{restore.status.priority} {restore.status.state}"] += 1
         changed, restore.changed = restore.changed, asyncio.Event()
         changed.set()
