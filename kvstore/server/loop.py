@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 
 R = TypeVar("R")
 _SWITCH_S: Final = 0.0005  # a thread that computes keeps the interpreter from the loop for that long, not for 5 ms
-# Python looks for cycles while nothing else runs: 0.5 ms for the youngest 2,000 objects, some ms for those that outlived ten such looks,
-# and most of 0.1 s for all that the caches hold. By its own thresholds it does the last whenever they have grown by a quarter.
+# Python looks for cycles while nothing else runs: 0.5 ms for the youngest 2,000 objects, some ms for those that outlived ten such
+# looks, most of 0.1 s for all that caches hold. By its own thresholds it does the last whenever those have grown by a quarter.
 _CYCLES: Final = (2_000, 10, 100)
 
 

@@ -312,7 +312,11 @@ class Service:
             leases=tiers.dram.leases,
             queued_bytes=sum(tiers.stack.queued.values()),
             restores=self._restores.running,
-            commits={**self._commits.outcomes, "pending": self._commits.pending},
+            commits={
+                **self._commits.outcomes,
+                "pending": self._commits.pending,
+                "pending_bytes": self._commits.pending_bytes,
+            },
             store_requests=self._bucket.requests(),
             store=self.settings.store.url,
             restored=dict(self._restores.outcomes),

@@ -81,6 +81,11 @@ class Commits:
         """Commits acknowledged locally and not yet in the bucket."""
         return self._pending
 
+    @property
+    def pending_bytes(self) -> int:
+        """About how much memory they take."""
+        return self._bytes
+
     async def commit(self, tenant: str, request: api.Commit, durability: api.Durability) -> api.Receipt:
         """One commit. Asked for again under its write id while it is under way, it is the same one.
 

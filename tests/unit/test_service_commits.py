@@ -171,9 +171,9 @@ async def test_a_promise_that_is_asked_for_again_is_the_same_one():
     commits = made(bucket, disk)
     first = await commits.commit(ME, commit_of(write_id="a" * 32), "nvme")
     assert await commits.commit(ME, commit_of(write_id="a" * 32), "nvme") == first
-    assert commits.pending == 1
+    assert (commits.pending, commits.pending_bytes) == (1, 1024 + 256)
     assert await landed(commits)
-    assert bucket.landed == [0]
+    assert (bucket.landed, commits.pending_bytes) == ([0], 0)
 
 
 async def test_what_is_committed_during_a_replay_comes_behind_it():
@@ -203,7 +203,7 @@ async def test_a_promise_is_not_cut_because_memory_is_full(tmp_path):
         store.script.clear()
         await asyncio.sleep(1)
         stats = await service.call(ME, "stats", api.Nothing())
-        assert (stats.commits["pending"], stats.commits.get("cut", 0)) == (1, 0)
+        assert (stats.commits["pending"], stats.commits["pending_bytes"], stats.commits.get("cut", 0)) == (1, 1024 + 8 * 256, 0)
         for lease in leases:
             lease.release()
         session = await service.call(ME, "get_session", api.OfSession(id="s"))
