@@ -86,6 +86,8 @@ class NodeCollector(Collector):
         yield from _tiers(stats.tiers)
         commits = dict(stats.commits)
         yield GaugeMetricFamily("kvtier_commits_pending", "Acknowledged here, not yet in the bucket.", commits.pop("pending", 0))
+        waiting = commits.pop("pending_bytes", 0)
+        yield GaugeMetricFamily("kvtier_commits_pending_bytes", "Memory that those take, of limits.pending_commits.", waiting)
         yield _counts("kvtier_commits", "Commits, by how they ended.", "outcome", commits)
         yield _pairs("kvtier_store_requests", "Requests to the bucket, by verb and outcome.", stats.store_requests)
         yield from _bucket(stats.bucket)
