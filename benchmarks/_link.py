@@ -39,16 +39,21 @@ class Link:
         try:
             yield link
         finally:
-            loop.call_soon_threadsafe(server.close)
+            server.get_loop().call_soon_threadsafe(server.close)
+            asyncio.run_coroutine_threadsafe(_end(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
+            loop.close()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream = await asyncio.open_connection(self._host, self._port)
-        with suppress(ConnectionError):
+        try:
             await asyncio.gather(self._pass(reader, upstream, slow=False), self._pass(upstream_reader, writer, slow=True))
-        writer.close()
-        upstream.close()
+        except ConnectionError:
+            pass  # either side left
+        finally:
+            writer.close()
+            upstream.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
         while data := await reader.read(PIECE):
@@ -61,3 +66,10 @@ class Link:
             await writer.drain()
         with suppress(OSError, RuntimeError):
             writer.write_eof()
+
+
+async def _end() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

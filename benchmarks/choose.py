@@ -2,8 +2,8 @@
 
 The model is a stand-in: it takes the time that a model of that speed takes, and computes nothing. A turn finds out what is stored,
 loads what it chooses, and "computes" the rest. `cold`: everything is in the bucket only. `half`: the first half of the prompt is in
-memory, as a system prompt is. Every turn of `choose` starts with the tiers in that state; its knowledge grows from turn to turn, the
-first one knows the model's speed only. After a turn that left blocks out two of them are staged, as SessionCache does.
+memory, as a system prompt is. Every turn of `choose` starts with the tiers in that state; its knowledge grows from turn to turn,
+the first one knows the model's speed only. After a turn that left blocks out two of them are staged, as SessionCache does.
 
     python benchmarks/choose.py [--rates 2,10,40,80,160,0] [--tokens-per-second 5000] [--turns 6]
 """

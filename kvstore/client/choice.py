@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from kvstore.client.sync import SyncClient
 
 SLACK: Final = 0.05  # that loading may cost more than computing everything
-AT_ONCE: Final = 0.25  # of one prompt's computing: the most that is put at risk for it, however much was saved before
+AT_ONCE: Final = 0.4  # of one prompt's computing: the most that is put at risk for it, however much was saved before
 WINDOW_BYTES: Final = 64 << 20  # in one step: enough to keep a bucket's link busy, far below any arena
 CHEAPER: Final = "compute"  # why a prefix was not loaded: computing it is cheaper
 _WAITED: Final = 0.8  # of what may be lost this much is spent waiting; the rest is for what comes around it
-_SAFE: Final = 0.8  # a step is taken if it is expected within this part of the time it has
+_SAFE: Final = 0.8  # a step is taken if it is expected within this part of the time it has ...
+_SURE: Final = 0.5  # ... or within this part of what may be put at risk for a tier that is known
 _WORTH: Final = 0.98  # of the time without it: less of a gain is within the error
 _LONG_S: Final = 3600.0  # no step takes longer
 
@@ -127,13 +128,13 @@ class Loading:
             self.end()
             return None
         now = self._choice.monotonic()
-        left, count = self._deadline - now, 0
+        left = self._deadline - now
         if self.free:
             count = self._window(self._done, math.inf)
-        elif left > 0:
+        else:
             spent = now - self._began
-            left = min(left, self._allowed(self._tokens, self._blocks[self._done].tier) - spent)
-            count = min(self.split(spent) - self._done, self._window(self._done, left))
+            count = min(self.split(spent) - self._done, self._window(self._done, self._room(self._tokens, spent)))
+            left = min(left, self._patience(count, spent))
         if left <= 0 or not count:
             self.miss = CHEAPER if now < self._deadline else "timeout"
             self.end()
@@ -174,37 +175,53 @@ class Loading:
         at, done, took = self._done, self._tokens, 0.0
         best, least = at, self._computing(done, self._prompt) * _WORTH
         while at < len(self._blocks):
-            tier = self._blocks[at].tier
-            count = self._window(at, self._allowed(done, tier) - spent - took)
+            count = self._window(at, self._room(done, spent + took, at))
             if not count:
                 break
-            step, at = self._blocks[at : at + count], at + count
-            took += self._costs.load(tier, sum(block.nbytes for block in step)) or 0.0
-            done += sum(block.tokens for block in step)
+            took += self._expected(at, count)
+            done += sum(block.tokens for block in self._blocks[at : at + count])
+            at += count
             total = took + self._computing(done, self._prompt)
             if total <= least:
                 best, least = at, total
         return best
 
-    def _window(self, first: int, left: float) -> int:
-        """How many blocks of one tier to ask for at once, so that they come in time: all of them may come together, at the end."""
+    def _window(self, first: int, room: float) -> int:
+        """How many blocks of one tier to ask for at once, expected within `room` seconds: all may come together, at the end."""
         tier, nbytes, count = self._blocks[first].tier, 0, 0
         for block in self._blocks[first:]:
             nbytes += block.nbytes
             if block.tier != tier or (count and nbytes > WINDOW_BYTES):
                 break
-            if left < math.inf:
+            if room < math.inf:
                 expected = self._costs.load(tier, nbytes)
                 if expected is None:
-                    return int(left > 0)
-                if expected > _SAFE * left:
+                    return int(room > 0)
+                if expected > room:
                     break
             count += 1
         return count
 
-    def _allowed(self, done: int, tier: str) -> float:
-        """How long loading may have taken with `done` tokens here and no more: if it stops then, the sum is bounded."""
-        return self._computing(0, done) + (self._trusting if self._costs.trusts(tier) else self._risk)
+    def _expected(self, first: int, count: int) -> float:
+        """Seconds for these blocks, of one tier; 0 where nothing is known of it."""
+        blocks = self._blocks[first : first + count]
+        return self._costs.load(blocks[0].tier, sum(block.nbytes for block in blocks)) or 0.0
+
+    def _bound(self, done: int, risk: float) -> float:
+        """How long loading may have taken with `done` tokens here and no more: then the sum is bounded, if it stops."""
+        return self._computing(0, done) + risk
+
+    def _room(self, done: int, spent: float, at: int | None = None) -> float:
+        """How long the next step, at block `at`, may be expected to take, with `done` tokens here after `spent` seconds."""
+        room = _SAFE * (self._bound(done, self._risk) - spent)
+        if self._costs.trusts(self._blocks[self._done if at is None else at].tier):
+            room = max(room, _SURE * (self._bound(done, self._trusting) - spent))
+        return room
+
+    def _patience(self, count: int, spent: float) -> float:
+        """How long the next step, of so many blocks, is waited for."""
+        patience = self._bound(self._tokens, self._risk) - spent
+        return max(patience, self._expected(self._done, count) / _SURE) if count else patience
 
     def _computing(self, start: int, stop: int) -> float:
         return self._costs.compute(start, stop) or 0.0  # passes are forgotten after hours: then there is no more time to wait

@@ -93,7 +93,7 @@ def test_no_turn_costs_more_than_1_05_of_its_computing(blocks, speed, together):
 def test_it_comes_near_the_better_of_both(speed):
     here = world(speed)
     loaded = (FOUND_S + here.seconds(cold()) + compute(15 * TOKENS, PROMPT)) / WHOLE
-    for _ in range(8):
+    for _ in range(10):
         here.turn(cold())
     assert here.turn(cold())[0] <= min(1.01, loaded * 1.13)  # small requests to begin with are what caution costs
 
@@ -124,7 +124,7 @@ def test_a_store_that_slows_down_costs_a_part_of_what_was_saved():
     assert before < 5 * 0.2
     here.tiers["bucket"] = (5.0, 1e9)
     surprise = here.turn(cold())[0]
-    assert 1 < surprise <= 1.25  # `AT_ONCE`
+    assert 1 < surprise <= 1.25  # twice what the step was expected to take
     assert all(here.turn(cold())[0] <= 1.05 for _ in range(5))
     here.tiers["bucket"] = (0.010, 1e9)
     for _ in range(8):
