@@ -17,7 +17,7 @@ import msgspec
 from kvstore.errors import Invalid
 from kvstore.keys import Keys, check_id
 
-CodecName = Literal["raw", "zstd", "bp-zstd"]
+CodecName = Literal["raw", "zstd", "bp-zstd", "auto"]
 Durability = Literal["dram", "nvme", "bucket"]
 
 _UNITS: Final = {
@@ -61,7 +61,8 @@ class StoreSettings(Section, frozen=True, kw_only=True):
 
     Attributes:
         url: `s3://bucket/prefix?endpoint=...` or `memory://name`; empty means stage 1: no bucket, local tiers only.
-        codec: Of block objects: `raw` is fastest on a fast network, `bp-zstd` stores about 31% fewer bytes of bf16 KV, losslessly.
+        codec: Of block objects: `raw` is fastest on a fast network, `bp-zstd` stores about 31% fewer bytes of bf16 KV, losslessly;
+            `auto` picks for each object by what link and codec are measured to carry, and stats say why.
         durability: What a commit through the API promises unless it says otherwise.
         instance_metadata: Whether credentials may come from the cloud's instance-metadata address.
         timeout: Of one request, besides what its size needs.
@@ -317,6 +318,7 @@ def parse_address(text: str) -> tuple[str, int]:
 SCHEMES: Final = ("kvtier+unix", "kvtier", "s3", "memory")
 URL_KEYS: Final = (
     "endpoint", "region", "addressing", "ca_bundle", "allow_http", "dram", "nvme", "nvme_path", "codec", "tenant", "durability",
+    "device", "device_bytes",
 )  # fmt: skip
 
 
@@ -328,6 +330,8 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
         path: Socket path, or key prefix in the bucket.
         port: Of `kvtier`; 7878 by default.
         tenant: Whose KV; `default` unless the URL says otherwise.
+        device: Where an embedded node keeps blocks for the engine, as torch spells it (`cuda:0`; `cpu` runs the same code).
+        device_bytes: How many bytes of that device's memory.
     """
 
     scheme: str
@@ -345,6 +349,8 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
     codec: CodecName | Literal[""] = ""
     tenant: str = "default"
     durability: Durability | Literal[""] = ""
+    device: str = ""
+    device_bytes: Bytes = Bytes(1 << 30)
 
     @classmethod
     def parse(cls, text: str) -> StorageUrl:
@@ -386,6 +392,10 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
     def _checked(self, netloc: str) -> StorageUrl:
         if "@" in self.endpoint:
             raise Invalid("storage URL key endpoint must not carry credentials")
+        if self.device and self.scheme in {"kvtier+unix", "kvtier"}:
+            raise Invalid(
+                "storage URL key device is for s3:// and memory://: a node has no access to memory of an engine's process"
+            )
         if self.scheme == "kvtier+unix":
             if netloc or not self.path.startswith("/") or self.path == "/":
                 raise Invalid("kvtier+unix needs the absolute path of a socket: kvtier+unix:///run/kvtier/node.sock")

@@ -19,7 +19,7 @@ from kvstore.lifecycle.prestage import Turns
 from kvstore.lifecycle.runners import InProcess, Subprocess
 from kvstore.lifecycle.warm import keep_learning
 from kvstore.lifecycle.worker import Collections
-from kvstore.objects import ObjectStore, RetryingStore, probe
+from kvstore.objects import ObjectStore, RetryingStore, S3Store, probe
 from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
 from kvstore.objects.hedge import HedgingStore
@@ -149,6 +149,7 @@ async def _repository(
             url = StorageUrl.parse(settings.store.url)
             root = url.path
             store = await lifetime.enter_async_context(open_store(url, settings.store, clock))
+        signs.window = store.window if isinstance(store, S3Store) else None
         counter = CountingStore(store)
         signs.counters.append(counter)
         keys = Keys(root)
@@ -169,6 +170,7 @@ async def _repository(
             RangedStore(retrying), keys, clock, ids, movers.run, repo_settings, guarantees=seen, corrupt_reads=signs.corrupt_reads
         )
         repo = await lifetime.enter_async_context(opening)
+        signs.choice = repo.uploads.choice
         yield repo
 
 

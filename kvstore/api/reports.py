@@ -128,6 +128,13 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         hedges_sent: Reads asked for a second time because they were slow.
         hedges_won: Those that were answered first.
         corrupt_reads: Registers and manifests that were not what they claim to be, by folder; each was read once more.
+        window_bytes: How much may be under way at it now; 0 where nothing bounds it.
+        window_shrunk: How often that became less, by reason: `busy`, the store said SlowDown; `slow`, its answers took long.
+        codec: Of new block objects, now.
+        codec_why: What speaks for it; `set` where nothing is chosen.
+        codec_switched: How often `auto` changed it.
+        link_rate: Bytes a second that uploads were carried at; 0 before enough was seen.
+        codec_rate: Raw bytes a second that were coded; 0 as well.
     """
 
     breaker: Literal["closed", "open", "half_open"] = "closed"
@@ -136,3 +143,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     hedges_sent: int = 0
     hedges_won: int = 0
     corrupt_reads: dict[str, int] = {}
+    window_bytes: int = 0
+    window_shrunk: dict[str, int] = {}
+    codec: str = ""
+    codec_why: str = ""
+    codec_switched: int = 0
+    link_rate: float = 0.0
+    codec_rate: float = 0.0

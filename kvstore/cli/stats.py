@@ -31,6 +31,8 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             "store requests": _counts(found.store_requests),
             "breaker": f"{found.bucket.breaker}, opened {found.bucket.opened:,}, refused {found.bucket.refused:,}",
             "hedged reads": f"{found.bucket.hedges_sent:,}, {found.bucket.hedges_won:,} won",
+            "under way at most": f"{output.size(found.bucket.window_bytes)}, shrunk {_counts(found.bucket.window_shrunk)}",
+            "codec": f"{found.bucket.codec} ({found.bucket.codec_why})",
             "damaged reads": f"{sum(found.bucket.corrupt_reads.values()):,}",
             "reads": _counts(found.reads),
             "missed tokens": _counts(found.tokens_missed),

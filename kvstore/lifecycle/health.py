@@ -11,6 +11,8 @@ from kvstore.clock import Clock, Ids
 from kvstore.errors import Denied, KVTierError
 from kvstore.objects.breaker import Breaker
 from kvstore.objects.counting import CountingStore
+from kvstore.objects.window import Window
+from kvstore.repo.choice import CodecChoice
 
 SKEW_S: Final = 300.0
 """Clocks further apart than this are a fault: destructive work refuses, and from 900 s on stores refuse every request."""
@@ -110,6 +112,8 @@ class StoreSigns:
         hedges: Second GETs: `sent`, and those that `won`.
         faults: What waiting does not mend.
         corrupt_reads: Registers and manifests that were not what they claim to be, by folder.
+        window: How much may be under way; None where there is no network between.
+        choice: Which codec new blocks get; None until the repository is open.
     """
 
     def __init__(self, clock: Clock, ids: Ids) -> None:
@@ -118,6 +122,8 @@ class StoreSigns:
         self.hedges: Counter[str] = Counter()
         self.corrupt_reads: Counter[str] = Counter()
         self.faults = StoreFaults(clock)
+        self.window: Window | None = None
+        self.choice: CodecChoice | None = None
 
 
 def collector_reason(stats: CollectorStats, interval: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -64,7 +64,9 @@ class BucketOrigin:
 
     name = "bucket"
 
-    def __init__(self, root: Root, epochs: Epochs, uploads: Uploads, run: Run, *, expects_raw: bool, inflight: int) -> None:
+    def __init__(
+        self, root: Root, epochs: Epochs, uploads: Uploads, run: Run, *, expects_raw: Callable[[], bool], inflight: int
+    ) -> None:
         self._root, self._epochs, self._uploads, self._run = root, epochs, uploads, run
         self._expects_raw, self._gate = expects_raw, ByteGate(inflight, _PATIENCE_S)
         self._behind: set[asyncio.Task[Any]] = set()
@@ -209,7 +211,7 @@ class BucketOrigin:
         """One generation of a block."""
         name, key = ref.name, self._uploads.key(ref.name, copy.gen)
         try:
-            in_place = copy.bytes == into.nbytes or (copy.bytes == 0 and self._expects_raw)
+            in_place = copy.bytes == into.nbytes or (copy.bytes == 0 and self._expects_raw())
             got = await (self._read_raw(ref, key, into) if in_place else self._read_coded(ref, key, into, copy.bytes))
         except Corrupt:
             self._uploads.forget(name, copy.gen, bad=True)

@@ -11,12 +11,12 @@ import msgspec
 
 from kvstore.api import Receipt
 from kvstore.clock import Clock, Ids
-from kvstore.codec import Codec
 from kvstore.ids import Namespace, NamespaceId
 from kvstore.keys import Keys
 from kvstore.objects.base import ObjectStore
 from kvstore.repo.blocks import BucketOrigin
 from kvstore.repo.chains import Source
+from kvstore.repo.choice import CodecChoice, CodecSetting
 from kvstore.repo.commit import Ledger, Proposal
 from kvstore.repo.epochs import Epochs
 from kvstore.repo.families import Families
@@ -39,7 +39,7 @@ class RepoSettings(msgspec.Struct, frozen=True, kw_only=True):
         session_ttl: Seconds a session lives without renewal, where a commit makes it and says none; 0 means for ever.
         sliding: Whether commits and restores renew such a session.
         period: PERIOD: a collection advances an epoch older than this many seconds.
-        codec: Of new block objects.
+        codec: Of new block objects; `auto` picks for each by what link and codec are measured to carry.
         inflight: Most bytes of blocks in memory for uploads, and as many for coded reads.
         init: Whether an empty root is made a repository.
         cached_sessions: Names kept in memory; and of heads, twice as many branches and versions.
@@ -51,7 +51,7 @@ class RepoSettings(msgspec.Struct, frozen=True, kw_only=True):
     session_ttl: int = 7 * 86400
     sliding: bool = True
     period: int = 12 * 3600
-    codec: Codec = "raw"
+    codec: CodecSetting = "raw"
     inflight: int = 256 << 20
     init: bool = True
     cached_sessions: int = 32_768
@@ -81,9 +81,10 @@ class Repo:
         self.manifests = Manifests(root, settings.cached_manifests, run)
         self.families = Families(root, self.heads, self.epochs)
         self.finder = Finder(root, Names(root, settings.cached_sessions), self.heads, self.manifests)
-        self.uploads = Uploads(root, run, settings.codec, inflight=settings.inflight, known=settings.known_blocks)
+        choice = CodecChoice(settings.codec, root.clock)
+        self.uploads = Uploads(root, run, choice, inflight=settings.inflight, known=settings.known_blocks)
         self.origin = BucketOrigin(
-            root, self.epochs, self.uploads, run, expects_raw=settings.codec == "raw", inflight=settings.inflight
+            root, self.epochs, self.uploads, run, expects_raw=lambda: choice.current == "raw", inflight=settings.inflight
         )
         ledger = Ledger(root, self.manifests, self.uploads, settings.history)
         self._finishing = Finishing()

@@ -17,6 +17,7 @@ from kvstore.model import Copy
 from kvstore.objects.base import CREATE, OVERWRITE, Absent
 from kvstore.objects.gate import ByteGate
 from kvstore.repo.chains import Source
+from kvstore.repo.choice import CodecChoice
 from kvstore.repo.root import FIRST_EPOCH, Root, Run
 from kvstore.repo.slices import sliced
 from kvstore.repo.together import together
@@ -46,13 +47,13 @@ class Uploads:
     Args:
         root: Where to.
         run: Encodes on a thread.
-        codec_name: Of new objects.
+        choice: Picks the codec of each new object.
         inflight: Most bytes being encoded and sent.
         known: Blocks whose newest copy is remembered.
     """
 
-    def __init__(self, root: Root, run: Run, codec_name: Codec, *, inflight: int, known: int) -> None:
-        self._root, self._run, self._codec = root, run, codec_name
+    def __init__(self, root: Root, run: Run, choice: CodecChoice, *, inflight: int, known: int) -> None:
+        self._root, self._run, self.choice = root, run, choice
         self._inflight, self._gate = inflight, ByteGate(inflight, _PATIENCE_S)
         self._known: LRUCache[bytes, Copy] = LRUCache(known)
         self._bad: LRUCache[bytes, frozenset[int]] = LRUCache(_BAD)
@@ -128,7 +129,7 @@ class Uploads:
         """Keep an anonymous copy. False where too much is in flight already."""
         if self._fresh(name, epoch) is not None:
             return True
-        if self._gate.held + self._cost(name, namespace) > self._inflight:
+        if self._gate.held + self._cost(name, namespace, self.choice.current) > self._inflight:
             self.counts["offers_declined"] += 1
             return False
 
@@ -191,9 +192,9 @@ class Uploads:
     def _is_bad(self, name: BlockName, gen: int) -> bool:
         return gen in self._bad.get(name.tier_key, ())
 
-    def _cost(self, name: BlockName, namespace: Namespace) -> int:
+    def _cost(self, name: BlockName, namespace: Namespace, coding: Codec) -> int:
         plan = codec.layout(namespace, name.shard, name.tokens)
-        return plan.raw_bytes if self._codec == "raw" else 2 * plan.stored_limit
+        return plan.raw_bytes if coding == "raw" else 2 * plan.stored_limit
 
     async def _once(self, name: BlockName, epoch: int, work: Callable[[], Awaitable[Copy | None]]) -> Copy | None:
         """Run `work` in the caller's own task, unless somebody is at this block: then wait for what comes of it.
@@ -258,14 +259,17 @@ class Uploads:
 
     async def _upload(self, name: BlockName, namespace: Namespace, epoch: int, raw: memoryview) -> Copy:
         """PUT it at `epoch`, and over every copy that was found bad."""
-        async with self._gate.hold(self._cost(name, namespace)):
-            encoded = await self._run(codec.encode, raw, name, namespace, self._codec)
+        coding = self.choice.pick()
+        async with self._gate.hold(self._cost(name, namespace, coding)):
+            encoded = await self._encode(raw, name, namespace, coding)
             for gen in self._bad.pop(name.tier_key, frozenset()):
                 await self._root.put(self.key(name, gen), encoded.body, OVERWRITE)
                 self.counts["repaired"] += 1
             key = self.key(name, epoch)
             copy = Copy(0, epoch, encoded.nbytes, encoded.header_bytes)
-            if await self._root.put(key, encoded.body, CREATE):
+            with self.choice.link.moving(encoded.nbytes):
+                created = await self._root.put(key, encoded.body, CREATE)
+            if created:
                 self.counts["put"] += 1
             else:
                 meta = await self._root.store.head(key)  # somebody else's, perhaps under another codec: its size is what HEAD says
@@ -276,6 +280,14 @@ class Uploads:
                 self.counts["reused"] += 1
         self.learn(name, copy)
         return copy
+
+    async def _encode(self, raw: memoryview, name: BlockName, namespace: Namespace, coding: Codec) -> codec.Encoded:
+        if coding == "raw":
+            return await self._run(codec.encode, raw, name, namespace, coding)
+        with self.choice.coding.moving(len(raw)):
+            encoded = await self._run(codec.encode, raw, name, namespace, coding)
+        self.choice.coded(len(raw), encoded.nbytes)
+        return encoded
 
 
 def _plausible(size: int, name: BlockName, namespace: Namespace) -> bool:

@@ -154,6 +154,16 @@ def _bucket(stats: api.StoreStats) -> Iterator[Metric]:
     yield _counts("kvtier_hedges", "Reads asked for a second time, and those that were answered first.", "outcome", hedges)
     about = "Registers and manifests that were not what they claim to be; each was read once more."
     yield _counts("kvtier_store_corrupt_reads", about, "folder", stats.corrupt_reads)
+    yield GaugeMetricFamily("kvtier_store_window_bytes", "How much may be under way at the store.", stats.window_bytes)
+    about = "How often that became less: the store said SlowDown (busy), or its answers took long (slow)."
+    yield _counts("kvtier_store_window_shrunk", about, "reason", stats.window_shrunk)
+    coded = GaugeMetricFamily("kvtier_codec", "1 for the codec that new block objects get.", labels=["codec"])
+    if stats.codec:
+        coded.add_metric([stats.codec], 1)
+    yield coded
+    yield CounterMetricFamily("kvtier_codec_switched", "How often `auto` changed it.", stats.codec_switched)
+    yield GaugeMetricFamily("kvtier_link_bytes_per_second", "What uploads were carried at.", stats.link_rate)
+    yield GaugeMetricFamily("kvtier_codec_bytes_per_second", "What was coded, in raw bytes.", stats.codec_rate)
 
 
 def _collector(stats: api.CollectorStats) -> Iterator[Metric]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from kvstore import api
 from kvstore.clock import Clock
 from kvstore.lifecycle.health import Health, Lately, StoreSigns
 from kvstore.service.plane import Reads, TenantTiers
-from tiering import LATENCY_BOUNDS, DiskTier, DramTier, Histogram, TierStats
+from tiering import LATENCY_BOUNDS, DeviceTier, DiskTier, DramTier, Histogram, TierStats
 
 
 def tier_stats(tiers: TenantTiers, reads: Reads) -> dict[str, api.TierStats]:
@@ -22,7 +24,12 @@ def tier_stats(tiers: TenantTiers, reads: Reads) -> dict[str, api.TierStats]:
     }
 
 
-def _one(counters: TierStats, place: DramTier | DiskTier | None, *, tokens: int, queued: int) -> api.TierStats:
+def place_stats(place: DeviceTier) -> api.TierStats:
+    """Of a tier above a node's own."""
+    return _one(place.stats, place, tokens=0, queued=0)
+
+
+def _one(counters: TierStats, place: DramTier | DiskTier | DeviceTier | None, *, tokens: int, queued: int) -> api.TierStats:
     return api.TierStats(
         used=place.used if place is not None else 0,
         limit=place.limit if place is not None else 0,
@@ -52,14 +59,26 @@ def latency(histogram: Histogram) -> api.Latency:
 
 def store_stats(signs: StoreSigns) -> api.StoreStats:
     """How the bucket's store is doing."""
-    breaker = signs.breaker
-    return api.StoreStats(
+    breaker, window, choice = signs.breaker, signs.window, signs.choice
+    found = api.StoreStats(
         breaker=breaker.state,
         opened=breaker.opened,
         refused=breaker.refused,
         hedges_sent=signs.hedges["sent"],
         hedges_won=signs.hedges["won"],
         corrupt_reads=dict(signs.corrupt_reads),
+        window_bytes=window.limit if window else 0,
+        window_shrunk=dict(window.shrunk) if window else {},
+    )
+    if choice is None:
+        return found
+    return msgspec.structs.replace(
+        found,
+        codec=choice.current,
+        codec_why=choice.why,
+        codec_switched=choice.switched,
+        link_rate=choice.link.value,
+        codec_rate=choice.coding.value,
     )
 
 
