@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+import msgspec
 from cachetools import LRUCache
 
 from kvstore import codec
 from kvstore.errors import Corrupt, Invalid, KVTierError
 from kvstore.ids import Shard
 from kvstore.keys import manifest_name
-from kvstore.model import MAX_BLOCKS, MAX_MANIFEST_BYTES, Manifest, dump, parse
+from kvstore.model import MAX_BLOCKS, MAX_MANIFEST_BYTES, BlockRef, Manifest, ManifestText, dump, parse
 from kvstore.objects.base import CREATE, Absent, Unchanged
 from kvstore.repo.root import Root, Run
-from kvstore.repo.slices import SLICE
+from kvstore.repo.slices import SLICE, sliced
 
 _COMPRESS_ABOVE: Final = 16 * 1024
+_SLICED_ABOVE: Final = 32 * 1024  # as stored: about a thousand blocks
 _FIRST_READ: Final = 256 * 1024  # one request for nearly all manifests, and little memory for any
 _MAKER: Final = 16  # digits of a manifest's id that say whose it is; the others are random
 _FRAME: Final = b"\x28\xb5\x2f\xfd"
@@ -29,7 +32,7 @@ class Manifests:
     Args:
         root: Where.
         cached: Bytes of decoded manifests kept in memory.
-        run: Encodes large ones on a thread.
+        run: Encodes and checks large ones on a thread.
     """
 
     def __init__(self, root: Root, cached: int, run: Run) -> None:
@@ -71,7 +74,15 @@ class Manifests:
 
     async def _fetch(self, key: str) -> Manifest | None:
         data = await self._read(key)
-        return None if data is None else unpack(data, key)
+        if data is None or len(data) <= _SLICED_ABOVE:
+            return None if data is None else unpack(data, key)
+        text = await self._run(_text, data, key)
+        try:
+            blocks = tuple(await sliced(_blocks, text.blocks))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:  # as in `parse`
+            raise Corrupt(f"{key} is not a valid Manifest: {error}") from None
+        manifest = Manifest(**{**msgspec.structs.asdict(text), "blocks": blocks})
+        return await self._run(_sound, manifest, key)
 
     async def _read(self, key: str) -> bytes | None:
         got = await self._root.store.get(key, range=(0, _FIRST_READ))
@@ -122,9 +133,25 @@ def unpack(data: bytes, key: str) -> Manifest:
         Corrupt: It is not a consistent manifest.
         Unsupported: It has a newer format version (I10).
     """
-    if data[:4] == _FRAME:
-        data = codec.decompressed(data, range(1, MAX_MANIFEST_BYTES + 1), key)
-    manifest = parse(data, Manifest, key)
+    return _sound(parse(_body(data, key), Manifest, key), key)
+
+
+def _text(data: bytes, key: str) -> ManifestText:
+    text = parse(_body(data, key), ManifestText, key)
+    if len(text.blocks) > MAX_BLOCKS:
+        raise Corrupt(f"{key} has {len(text.blocks)} blocks, more than {MAX_BLOCKS}")
+    return text
+
+
+def _blocks(texts: Sequence[msgspec.Raw]) -> list[BlockRef]:
+    return msgspec.json.decode(b"[%b]" % b",".join(texts), type=list[BlockRef])
+
+
+def _body(data: bytes, key: str) -> bytes:
+    return codec.decompressed(data, range(1, MAX_MANIFEST_BYTES + 1), key) if data[:4] == _FRAME else data
+
+
+def _sound(manifest: Manifest, key: str) -> Manifest:
     wrong = _wrong(manifest)
     if wrong:
         raise Corrupt(f"{key}: {wrong}")

@@ -6,7 +6,7 @@ Every face (HTTP, Unix socket, embedded) comes through here, so that limits, ten
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final
 
 from kvstore import api
@@ -20,6 +20,7 @@ from kvstore.lifecycle.removal import drop_namespace, drop_tenant
 from kvstore.lifecycle.warm import publish
 from kvstore.lifecycle.worker import Collections
 from kvstore.repo import Repo
+from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
 from kvstore.service.hinting import Hints
@@ -200,7 +201,7 @@ class Service:
             _ = self.repo  # raises, saying what to configure
         _check_labels(request.labels)
         fields = await self._registry.get(tenant, request.namespace)
-        check_commit(request, fields)
+        await check_commit(request, fields)
         self._ttl(request.ttl_s)
         await self.plane.settled(tenant)
         return await self._commits.commit(tenant, request, request.durability or self.settings.store.durability)
@@ -340,7 +341,7 @@ class Service:
         return api.Health(ok="starting" not in degraded, node=self.node_id, version=self.version, degraded=degraded)
 
 
-def check_commit(request: api.Commit, namespace: Namespace) -> None:
+async def check_commit(request: api.Commit, namespace: Namespace) -> None:
     """Refuse a commit that could not be restored. Raises `Invalid`, naming the field."""
     if not 1 <= len(request.blocks) <= api.MAX_BLOCKS:
         raise Invalid(f"blocks has {len(request.blocks)} entries; it must have 1 to {api.MAX_BLOCKS}")
@@ -352,13 +353,19 @@ def check_commit(request: api.Commit, namespace: Namespace) -> None:
     if request.write_id and not (len(request.write_id) == 32 and set(request.write_id) <= set("0123456789abcdef")):
         raise Invalid("write_id must be 32 lower-case hex digits")
     last = len(request.blocks) - 1
-    for index, link in enumerate(request.blocks):
-        prefix_id(link.prefix_id)
-        smallest = 1 if index == last else namespace.block_tokens
-        if not smallest <= link.tokens <= namespace.block_tokens:
-            raise Invalid(
-                f"blocks[{index}].tokens is {link.tokens}; only the last block may hold fewer than {namespace.block_tokens}"
-            )
+
+    def check(some: Sequence[int]) -> Iterable[None]:
+        for index in some:
+            link = request.blocks[index]
+            prefix_id(link.prefix_id)
+            smallest = 1 if index == last else namespace.block_tokens
+            if not smallest <= link.tokens <= namespace.block_tokens:
+                raise Invalid(
+                    f"blocks[{index}].tokens is {link.tokens}; only the last block may hold fewer than {namespace.block_tokens}"
+                )
+        return ()
+
+    await sliced(check, range(last + 1))
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

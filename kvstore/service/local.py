@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from kvstore import api
 from kvstore.errors import Unavailable
 from kvstore.ids import BlockName, Namespace, Shard
 from kvstore.repo import Proposal, want
+from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
 from kvstore.service.plane import Plane, block_wants
 from kvstore.service.registry import Registry
@@ -88,4 +90,5 @@ class LocalCommits:
 
     async def _wants(self, tenant: str, request: api.Commit) -> list[Want]:
         fields = await self._registry.get(tenant, request.namespace)
-        return [one for text in request.shards for one in block_wants(fields, Shard.parse(text), request.blocks)]
+        shards = [Shard.parse(text) for text in request.shards]
+        return [one for shard in shards for one in await sliced(partial(block_wants, fields, shard), request.blocks)]
