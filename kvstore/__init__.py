@@ -5,7 +5,7 @@
 ...     print(status.version, status.tokens)
 """
 
-from kvstore.blocks import BlockLease, Blocks
+from kvstore.blocks import BlockLease, Blocks, DeviceBlocks
 from kvstore.client import Client, SyncClient, connect, open, open_sync  # noqa: A004  `kvstore.open` is the name
 from kvstore.errors import (
     AlreadyExists,
@@ -33,6 +33,7 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "Denied",
+    "DeviceBlocks",
     "Gone",
     "Group",
     "Invalid",

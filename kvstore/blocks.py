@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
@@ -80,6 +80,70 @@ class Blocks:
         for lease, buffer in zip(self.leases, buffers, strict=False):
             _copy(np.frombuffer(buffer, np.uint8), np.frombuffer(lease.view, np.uint8)[skip:])
         return min(len(self.leases), len(buffers)) if self.intact else 0
+
+    def release(self) -> None:
+        """Give back every lease."""
+        for lease in self.leases:
+            lease.release()
+
+    def __len__(self) -> int:
+        return len(self.leases)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class DeviceBlock(Protocol):
+    """One block's raw object in a device's memory, lent. What is queued on a stream after `wait` finds its bytes.
+
+    Attributes:
+        tensor: The object, u8 [size], a torch tensor on that device. Do not write there.
+        size: Its length in bytes.
+    """
+
+    @property
+    def tensor(self) -> Any:
+        """See above."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """See above."""
+        ...
+
+    def wait(self, part: int = -1) -> None:
+        """The caller's current stream waits until that layer and those before it (-1: all of it) are there; the host goes on."""
+        ...
+
+    def synchronize(self, part: int = -1) -> None:
+        """As `wait`, for the host."""
+        ...
+
+    def release(self) -> None:
+        """Give it back, once the work that uses it is queued on the current stream. A second call does nothing."""
+        ...
+
+
+class DeviceBlocks:
+    """As `Blocks`, in a device's memory.
+
+    Attributes:
+        leases: One for each block of the run, in order.
+        miss: Why the run ended, or "" where it is complete.
+    """
+
+    __slots__ = ("leases", "miss")
+
+    def __init__(self, leases: Sequence[DeviceBlock], miss: str) -> None:
+        self.leases, self.miss = leases, miss
+
+    def wait(self, layer: int = -1) -> None:
+        """The caller's current stream waits until a layer (its index in the shard) and those before it are there in every block."""
+        for lease in self.leases:
+            lease.wait(layer)
 
     def release(self) -> None:
         """Give back every lease."""

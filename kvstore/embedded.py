@@ -9,13 +9,16 @@ from typing import Self
 import msgspec
 
 from kvstore import api
-from kvstore.blocks import BlockLease, Blocks
+from kvstore.blocks import BlockLease, Blocks, DeviceBlocks
+from kvstore.clock import SystemClock
 from kvstore.config import Settings, StorageUrl, Tenant
-from kvstore.errors import Closed
+from kvstore.errors import Closed, Unsupported
 from kvstore.ids import Link, Namespace, Shard
 from kvstore.node import Node
+from kvstore.service.ondevice import OnDevice
 
 Fill = Callable[[int, memoryview], None]
+NO_DEVICE = "this store keeps nothing in a device's memory"
 
 
 def embedded_settings(url: StorageUrl) -> Settings:
@@ -40,20 +43,26 @@ def embedded_settings(url: StorageUrl) -> Settings:
 class EmbeddedTransport:
     """Carries a client's calls straight to a node of the same process; see :class:`kvstore.client.transport.Transport`."""
 
-    def __init__(self, node: Node, tenant: str, lifetime: AsyncExitStack) -> None:
-        self._service, self._tenant, self._lifetime = node.service, tenant, lifetime
+    def __init__(self, node: Node, tenant: str, lifetime: AsyncExitStack, above: OnDevice | None) -> None:
+        self._service, self._tenant, self._lifetime, self._above = node.service, tenant, lifetime, above
         self._closed = False
 
     @classmethod
     async def open(cls, url: StorageUrl) -> Self:
-        """Open the node. Raises as `Node.open` does."""
+        """Open the node, and the device above it. Raises as `Node.open` does, and `Invalid` where there is no such device."""
         async with AsyncExitStack() as lifetime:
             node = await lifetime.enter_async_context(Node.open(embedded_settings(url)))
-            return cls(node, url.tenant, lifetime.pop_all())
+            above = None
+            if url.device:
+                opening = OnDevice.open(node.service, url.tenant, SystemClock(), device=url.device, nbytes=int(url.device_bytes))
+                above = await lifetime.enter_async_context(opening)
+            return cls(node, url.tenant, lifetime.pop_all(), above)
 
     async def call(self, name: str, request: api.Request) -> api.Answer:
         """One call."""
         self._check()
+        if self._above is not None:
+            return await self._above.call(name, request)
         return await self._service.call(self._tenant, name, request)
 
     async def get(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int, reach: api.Tier) -> Blocks:
@@ -61,6 +70,13 @@ class EmbeddedTransport:
         self._check()
         leases, miss = await self._service.plane.get(self._tenant, namespace.id, shard, links, deadline_ms=deadline_ms, reach=reach)
         return Blocks([BlockLease(lease.view, lease.release) for lease in leases], miss)
+
+    async def get_on_device(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int) -> DeviceBlocks:
+        """Leases in the device's memory."""
+        self._check()
+        if self._above is None:
+            raise Unsupported(NO_DEVICE, remedy="add device=cuda:0 to the store's URL")
+        return DeviceBlocks(*await self._above.get(namespace, shard, links, deadline_ms=deadline_ms))
 
     async def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool]:
         """`fill` writes straight into the arena."""

@@ -11,12 +11,11 @@ import asyncio
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from tiering.budget import Budget
-from tiering.movers import Movers
 from tiering.policy import Lru, Policy
 from tiering.stats import TierStats
 from tiering.streams import Device, Mark, open_device
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 Cut = Callable[[Want], Sequence[int]]
 """Where the parts of a value end, in bytes, ascending; the last one is its size."""
+
+Run = Callable[..., Awaitable[object]]
 
 
 class DeviceLease:
@@ -89,10 +90,10 @@ class DeviceTier:
         stats: Counters since it was opened. Where the device is out of memory, `drops` and `errors` count.
     """
 
-    def __init__(self, name: str, limit: int, device: Device, movers: Movers, policy: Policy, cut: Cut, uploads: Uploads) -> None:
+    def __init__(self, name: str, limit: int, device: Device, run: Run, policy: Policy, cut: Cut, uploads: Uploads) -> None:
         self.name = name
         self.stats = TierStats()
-        self._device, self._movers, self._policy, self._cut, self._uploads = device, movers, policy, cut, uploads
+        self._device, self._run, self._policy, self._cut, self._uploads = device, run, policy, cut, uploads
         self._budget = Budget(limit)
         self._values: dict[bytes, Value] = {}
         self._idle: defaultdict[int, list[tuple[Tensor, list[Mark]]]] = defaultdict(list)
@@ -111,7 +112,7 @@ class DeviceTier:
         name: str,
         limit: int,
         device: str,
-        movers: Movers,
+        run: Run,
         *,
         arena: memoryview | None = None,
         cut: Cut | None = None,
@@ -123,7 +124,7 @@ class DeviceTier:
             name: Its name.
             limit: Bytes of the device's memory, taken as values come.
             device: As torch spells it: `cuda:0`, or `cpu`, where the same code runs in this host's memory.
-            movers: Threads that queue the copies.
+            run: Runs a function on a thread, to its end also when the caller is cancelled (`Movers.run`).
             arena: The memory tier's, writable; it is registered with the device's driver. Open for longer than this tier.
             cut: The parts of a value; by default it has one.
             policy: Who goes first; least recently used by default.
@@ -133,9 +134,9 @@ class DeviceTier:
         """
         found = open_device(device)
         memory = _tensor(arena) if arena is not None else None
-        if memory is not None and not await movers.run(found.register, memory):
+        if memory is not None and not await run(found.register, memory):
             memory = None
-        tier = cls(name, limit, found, movers, policy or Lru(), cut or _whole, Uploads(found, memory))
+        tier = cls(name, limit, found, run, policy or Lru(), cut or _whole, Uploads(found, memory))
         try:
             yield tier
         finally:
@@ -235,7 +236,7 @@ class DeviceTier:
         if self._finishing:
             await asyncio.wait(self._finishing)
         async with self._copying:
-            await self._movers.run(self._device.close)
+            await self._run(self._device.close)
         self._uploads.close()
         with self._lock:
             self._shrink(self._idle_bytes)
@@ -287,7 +288,7 @@ class DeviceTier:
     async def _copied(self, batch: Sequence[tuple[Value, Item]]) -> None:
         async with self._copying:
             try:
-                await self._movers.run(self._uploads.queue, batch)
+                await self._run(self._uploads.queue, batch)
             except RuntimeError as error:  # of the device: to the engine it is a miss
                 self.stats.failed(error)
                 for value, _ in batch:
@@ -299,7 +300,7 @@ class DeviceTier:
         async def finish() -> None:
             try:
                 if not mark.passed():
-                    await self._movers.run(mark.wait)
+                    await self._run(mark.wait)
             finally:
                 for lease in leases:
                     lease.release()

@@ -14,10 +14,10 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 
 from kvstore import api
-from kvstore.blocks import Blocks
+from kvstore.blocks import Blocks, DeviceBlocks
 from kvstore.client.sightings import Sightings
-from kvstore.client.transport import Fill, Transport
-from kvstore.errors import Unavailable
+from kvstore.client.transport import DeviceTransport, Fill, Transport
+from kvstore.errors import Unavailable, Unsupported
 from kvstore.ids import Link, Namespace, Shard, is_hex_id
 
 R = TypeVar("R", bound=api.OfSession)
@@ -384,6 +384,23 @@ class Client:
         """
         await self._id(namespace)
         return await self._transport.get(namespace, shard, links, deadline_ms=deadline_ms, reach=reach)
+
+    async def get_on_device(
+        self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int = 0
+    ) -> DeviceBlocks:
+        """As `get`, in memory of the device that an embedded store was opened with (`s3://...?device=cuda:0&device_bytes=2GiB`).
+
+        Their copies may still run: `DeviceBlocks.wait` first. Release them once the work that uses them is queued.
+
+        Raises:
+            Unsupported: The store was opened without a device, or is a node of its own, which cannot reach this process's memory.
+        """
+        await self._id(namespace)
+        if not isinstance(self._transport, DeviceTransport):
+            raise Unsupported(
+                "a node cannot reach a device's memory in this process", remedy="embed the store: s3://bucket?device=cuda:0"
+            )
+        return await self._transport.get_on_device(namespace, shard, links, deadline_ms=deadline_ms)
 
     async def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool]:
         """Publish blocks; whether each was taken. One that was not was dropped under load: never an error.

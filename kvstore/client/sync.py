@@ -104,6 +104,7 @@ class SyncClient:
     stats = _blocking(Client.stats)
     health = _blocking(Client.health)
     ready = _blocking(Client.ready)
+    get_on_device = _blocking(Client.get_on_device)
     _lookup = _blocking(Client.lookup)
     _get = _blocking(Client.get)
     _put = _blocking(Client.put)

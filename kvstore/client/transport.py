@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from kvstore import api
-from kvstore.blocks import Blocks
+from kvstore.blocks import Blocks, DeviceBlocks
 from kvstore.errors import Invalid, Unavailable
 from kvstore.ids import Link, Namespace, Shard
 
@@ -42,6 +42,15 @@ class Transport(Protocol):
 
     async def aclose(self) -> None:
         """Let go of the connection. Calling it twice does nothing."""
+        ...
+
+
+@runtime_checkable
+class DeviceTransport(Protocol):
+    """Hands blocks out in a device's memory, too: a store in this process."""
+
+    async def get_on_device(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int) -> DeviceBlocks:
+        """As `Transport.get`. Raises `Unsupported` where it was opened without a device."""
         ...
 
 

@@ -35,7 +35,7 @@ class TestDeviceOnCpu(TierContract):
 
     @asynccontextmanager
     async def open(self, limit):
-        async with Movers.open() as movers, DeviceTier.open("device", limit, self.device, movers) as tier:
+        async with Movers.open() as movers, DeviceTier.open("device", limit, self.device, movers.run) as tier:
             yield OnHost(tier)
 
 

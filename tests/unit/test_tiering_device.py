@@ -63,7 +63,7 @@ class SlowMark:
 async def tiers(limit, device="cpu", *, registered=True, dram=1 << 22, **more):
     async with Movers.open() as movers, DramTier.open("dram", dram, movers) as memory:
         arena = memory.memory if registered else None
-        async with DeviceTier.open("device", limit, device, movers, arena=arena, **more) as tier:
+        async with DeviceTier.open("device", limit, device, movers.run, arena=arena, **more) as tier:
             yield memory, tier
         assert memory.leases == 0
 
