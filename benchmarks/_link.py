@@ -26,6 +26,7 @@ class Link:
         self._host, self._port = where.hostname, where.port
         self.endpoint, self.rate = "", 0.0
         self._free = 0.0
+        self._clients = set[asyncio.Task[None]]()  # a loop holds its tasks weakly
 
     @classmethod
     @contextmanager
@@ -46,6 +47,10 @@ class Link:
             loop.close()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
         upstream_reader, upstream = await asyncio.open_connection(self._host, self._port)
         try:
             await asyncio.gather(self._pass(reader, upstream, slow=False), self._pass(upstream_reader, writer, slow=True))

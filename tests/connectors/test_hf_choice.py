@@ -115,14 +115,12 @@ def test_a_far_tier_that_is_fast_is_loaded(kv, choice, sessions, prompt):
 
 def test_blocks_that_come_in_part_are_used(kv, choice, sessions, prompt):
     told(choice)
-    choice.observe_load("bucket", 1 << 20, 1e-4)
-    choice.saved = 1.0
-    kv.near, kv.seconds = 0, 0.020
-    size, miss = delivered(sessions.restore("s", prompt(12 * B)))
-    assert 0 < size < 10 * B
-    assert size % B == 0
-    assert miss == "compute"
-    assert sum(one for one, _ in kv.asked) > size // B
+    choice.observe_load("bucket", 1 << 20, 1e-4)  # it was much faster than it is
+    kv.near, kv.seconds = 0, 0.003
+    assert delivered(sessions.restore("s", prompt(12 * B))) == (10 * B, "")
+    first, second = kv.asked[0][0], kv.asked[1][0]
+    assert first == 10
+    assert 0 < second < 10
 
 
 def test_without_a_prompt_nothing_can_be_computed(kv, choice, sessions):
