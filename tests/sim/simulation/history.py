@@ -126,10 +126,10 @@ class History:
         if not is_promise(op.branch):
             return truth.branches[op.branch].gone <= end
         made = [each for each in truth.branches.values() if means(each.id, op.branch) and op.key in each.names]
-        if any(each.names[op.key] > op.start for each in made):
-            return True  # it had yet to be made
+        if self._lost(self.ops[op.follows]) or any(each.names[op.key] > op.start for each in made):
+            return True  # it had yet to be made, or never will be
         if made:
-            return all(each.gone <= end for each in made) or self._lost(self.ops[op.follows])
+            return all(each.gone <= end for each in made)
         maker = self._maker(op)
         knew = {branch for branch, life in maker.landed if life is op.lives[-1]}
         knew |= {branch for branch, _ in maker.landed if self._remembers(truth.branches[branch], maker)}

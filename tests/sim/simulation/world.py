@@ -212,7 +212,11 @@ class World:
 
 def simulate(seed, setup=None):
     """One run. The same seed gives the same run, to the last request."""
-    logging.getLogger("kvstore").setLevel(logging.CRITICAL)
-    setup = setup or Setup()
-    with mock.patch.object(reaping, "REAP_S", setup.reap or reaping.REAP_S):
-        return loop.run(World(seed, setup).run())
+    setup, log = setup or Setup(), logging.getLogger("kvstore")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with mock.patch.object(reaping, "REAP_S", setup.reap or reaping.REAP_S):
+            return loop.run(World(seed, setup).run())
+    finally:
+        log.setLevel(before)
