@@ -5,6 +5,7 @@ import gc
 import pytest
 from fake_client import FakeClient
 
+import kvstore
 from kvstore.client.choice import Choice
 from kvstore.connectors.hf import SessionCache
 
@@ -139,6 +140,20 @@ def test_damage_and_death_are_told_as_ever(kv, choice, sessions, prompt):
     kv.blocks[third], kv.dies_while_read = kept, True
     assert delivered(sessions.restore("s", prompt(12 * B))) == (0, "unavailable")
     assert kv.leased == 0
+
+
+def test_a_real_node_tells_where_blocks_are_and_lends_them(model, prompt, prefill):
+    choice = Choice()
+    with kvstore.open_sync("memory://hf-choice") as kv:
+        sessions = SessionCache(model, kv, block_tokens=B, compute_or_load=choice)
+        sessions.commit("s", prompt(10 * B), prefill(model, prompt(10 * B)), durability="bucket")
+        for tokens in (100, 200):  # so slow a model that this machine is never too slow
+            choice.observe_compute(0, tokens, tokens * 1.0)
+        restored = sessions.restore("s", prompt(12 * B))
+        assert delivered(restored) == (10 * B, "")
+        assert restored.version == 1
+        assert choice.costs.load("dram", 1 << 20) is not None
+        assert delivered(sessions.restore("another", prompt(12 * B))) == (10 * B, "")
 
 
 def test_the_models_own_passes_are_timed_and_steps_of_decoding_are_not(torch, make_model, kv, prompt):

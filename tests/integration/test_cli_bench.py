@@ -18,9 +18,9 @@ from kvstore.objects import OVERWRITE, MemoryStore
 
 COMMAND = [sys.executable, "-c", "from kvstore.cli.main import main; main()"]
 MEASURED = {
-    "memory_copy", "dram_get", "dram_lease", "disk_write_raw", "disk_read_raw", "nvme_put", "nvme_get", "bucket_conditional_writes",
-    "bucket_swap", "bucket_put_1", "bucket_put_8", "bucket_get_1", "bucket_get_8", "codec_ratio", "codec_encode", "codec_decode",
-    "restore_dram", "restore_nvme", "restore_bucket",
+    "memory_copy", "dram_get", "dram_lease", "lookup_512", "disk_write_raw", "disk_read_raw", "nvme_put", "nvme_get",
+    "bucket_conditional_writes", "bucket_swap", "bucket_put_1", "bucket_put_8", "bucket_get_1", "bucket_get_8", "codec_ratio",
+    "codec_encode", "codec_decode", "restore_dram", "restore_nvme", "restore_bucket",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore.cli import output
-from kvstore.cli.bench import bucket, coding, disk, memory
+from kvstore.cli.bench import bucket, coding, disk, memory, real
 from kvstore.cli.bench.geometry import DEFAULT, Geometry, estimates, geometry
 from kvstore.cli.bench.results import MIB, Ask, Line
 from kvstore.cli.bench.stopping import Stopping
@@ -45,6 +45,9 @@ def bench(
         float,
         typer.Option("--tokens-per-second", min=0.0, help="How fast your engine reads a prompt: what restoring competes with."),
     ] = 0.0,
+    hf_model: Annotated[
+        Path | None, typer.Option("--hf-model", metavar="FOLDER", help="Also: how small the KV of this model gets.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fifteen seconds at most, and less exact.")] = False,
     config: ConfigOption = None,
     settings: SetOption = None,
@@ -72,6 +75,8 @@ def bench(
         with Stopping.watch() as stopping:
             for name, part in _parts(loaded, data_folder(data), folder, kind, ask, stopping).items():
                 shown.part(name, part)
+            if hf_model is not None:
+                shown.part("model", lambda take: take(next(real.measure(hf_model))))
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was left behind", err=True)
         raise typer.Exit(_INTERRUPTED) from None

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from kvstore import codec, open_sync
-from kvstore.cli.bench.results import MIB, Ask, Line, Timing, timed
+from kvstore.cli.bench.results import MIB, Ask, Line, timed
 from kvstore.cli.machine import memory_limit
 from kvstore.cli.output import size
+from kvstore.client import SyncClient
 from kvstore.errors import Invalid, Unavailable
 from kvstore.ids import Namespace, Shard, chain
 
 # The node asks to be ended with us (PR_SET_PDEATHSIG), so that nothing is left behind however we end.
 _NODE: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 9); from kvstore.cli.main import main; main()"
+_MANY: Final = 512
 _HEADER: Final = 8192  # of a raw object, at most, for a block as small as these
 
 
@@ -73,12 +75,26 @@ def measure(ask: Ask, seconds: float) -> Iterator[Line]:
 
         timed(get, len(links), seconds / 8, warm=False)  # pages of both processes are new once
         yield timed(get, 64 * len(links), seconds / 4).line("dram_get", "a block of another process, copied out", bare)
-        leases = timed(lease, 2000, seconds / 8)
-        yield _lease_line(leases)
+        yield _in_us(timed(lease, 2000, seconds / 8).line("dram_lease", "a block of another process, where it lies"))
+        yield _in_us(timed(_look_ups(kv), 2000, seconds / 8).line("lookup_512", "which of 512 blocks are in memory"))
 
 
-def _lease_line(leases: Timing) -> Line:
-    line = leases.line("dram_lease", "a block of another process, where it lies")
+def _look_ups(kv: SyncClient) -> Callable[[int], int]:
+    space, shard = Namespace(model="names", revision="1", layers=1, page_bytes=4096, layout="bench", block_tokens=1), Shard()
+    links = chain(space, np.arange(_MANY, dtype=np.uint32))
+    kv.put(space, shard, links, lambda at, room: room.__setitem__(slice(None), bytes([at % 251]) * room.nbytes))
+    names = [link.prefix_id for link in links]
+
+    def look(_: int) -> int:
+        found = kv.lookup(namespace=space, prefix_ids=names).run
+        if found < _MANY:
+            raise Unavailable(f"the node has {found} of {_MANY} blocks that it took", remedy="try again; a smaller --size")
+        return found
+
+    return look
+
+
+def _in_us(line: Line) -> Line:
     return msgspec.structs.replace(line, value=(line.p50_ms or 0.0) * 1e3, unit="us")
 
 
