@@ -306,6 +306,26 @@ async def test_a_promise_that_landed_in_a_session_of_another_maker_leads_there_a
     assert bucket.branches == ["", "b", "b"]
 
 
+async def test_i4_a_promise_names_its_session_to_every_node_and_after_a_restart():
+    store, mine = MemoryStore(), links(3)
+    async with node(store) as service:
+        assert all(await publish(service, ME, NS, mine))
+        receipt = await service.call(ME, "commit", commit_of(blocks=1, durability="dram"))
+        session = await service.call(ME, "get_session", api.OfSession(id="s"))
+        assert session.branch.startswith(receipt.branch)
+        assert receipt.branch not in {"", session.branch}
+        await service.call(ME, "commit", commit_of(1, 2, branch=receipt.branch, durability="bucket"))
+    async with node(store) as again:
+        assert all(await publish(again, ME, NS, mine))
+        follower = commit_of(2, 3, branch=receipt.branch, durability="bucket")
+        assert (await again.call(ME, "commit", follower)).branch == session.branch
+        await again.call(ME, "delete_session", api.OfSession(id="s"))
+        for base in range(3):
+            await again.call(ME, "commit", commit_of(base, base + 1, durability="bucket"))
+        with pytest.raises(Gone):
+            await again.call(ME, "commit", commit_of(3, 2, branch=receipt.branch, durability="bucket"))
+
+
 # --- once, and bounded ---
 
 
