@@ -90,10 +90,12 @@ def cases(size: int, folder: Path) -> Iterator[Mapping[str, Case]]:  # noqa: ARG
     torch.set_num_threads(2)
     blocks = Blocks()
     planes, decompressor = blocks.planes(), zstandard.ZstdDecompressor()
-    target = np.zeros(blocks.plan.sizes[0], np.uint8).reshape(-1, 2)
+    # Of its own, and a whole block, as a reader's: a small one that is used again and again would never leave the cache.
+    whole, size = np.zeros(blocks.plan.raw_bytes, np.uint8), blocks.plan.sizes[0]
+    targets = [whole[at : at + size].reshape(-1, 2) for at in blocks.plan.offsets[: len(planes[0])]]
 
     def plain(index: int) -> None:
-        for low, frame in planes[index]:
+        for target, (low, frame) in zip(targets, planes[index], strict=True):
             target[:, 0] = np.frombuffer(low, np.uint8)
             target[:, 1] = np.frombuffer(decompressor.decompress(frame), np.uint8)
 

@@ -103,7 +103,7 @@ def decompressed(frame: bytes | memoryview, sizes: range, what: str) -> bytes:
     """
     zstd = _zstandard()
     try:
-        declared = zstd.parameters(frame[:18])  # a frame header is at most 18 bytes
+        declared = zstd.parameters(frame)  # looks at its header only
         if declared.content_size not in sizes or not declared.has_checksum or declared.window_size > _MAX_WINDOW:
             raise Corrupt(f"{what}: not a zstd frame with checksum of {sizes.start} to {sizes.stop - 1} bytes")
         content = zstd.decompressor.decompress(frame, allow_extra_data=False)

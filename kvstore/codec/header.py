@@ -114,6 +114,9 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
     if view.nbytes < length:
         raise Corrupt(f"block header: cut after {view.nbytes} of {length} bytes")
     text = bytes(view[:length])
+    plain = _raw_header(text, expected, name)
+    if plain is not None:
+        return plain
     digest = _checked_digest(text)
     codec, ends, digests, raw_digests = _taken_apart(text, expected)
     starts = (0, *ends)
@@ -133,10 +136,34 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
         codec=codec,
         header_bytes=length,
         starts=starts,
-        digests=tuple(bytes.fromhex(digests[at : at + 64]) for at in range(0, len(digests), 64)),
+        digests=_binary(digests),
         raw_digests=raw_digests or digests,
         digest=digest,
     )
+
+
+def _raw_header(text: bytes, expected: Layout, name: BlockName) -> Header | None:
+    """What a raw object's header says: only its digests are not known beforehand, and with them it is spelled in one way."""
+    digests = _DIGESTS.search(text)
+    if len(text) != expected.header_bytes or digests is None or len(digests[1]) != 64 * len(expected.specs):
+        return None
+    said = digests[1].decode()
+    if header_of(expected, name.prefix_id, "raw", expected.sizes, said) != text:
+        return None
+    return Header(
+        layout=expected,
+        codec="raw",
+        header_bytes=len(text),
+        starts=(*expected.offsets, expected.payload_bytes),
+        digests=_binary(said),
+        raw_digests=said,
+        digest=Digest(text[DIGEST_AT : DIGEST_AT + len(ZEROS)].decode()),
+    )
+
+
+def _binary(digests: str) -> tuple[bytes, ...]:
+    whole = bytes.fromhex(digests)
+    return tuple(whole[at : at + 32] for at in range(0, len(whole), 32))
 
 
 def _taken_apart(text: bytes, expected: Layout) -> tuple[Codec, list[int], str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Final
 
 from kvstore.clock import Clock
@@ -110,7 +111,7 @@ class Direct:
         """The store's clock, in whole seconds: what a HEAD of the bucket says, whatever its status."""
         answer = await self._ask("HEAD", "", credentials)
         try:
-            return parsedate_to_datetime(answer.headers["date"]).timestamp()
+            return _seconds(answer.headers["date"])
         except (KeyError, ValueError) as error:
             raise no_answer("HEAD", "an answer without a readable Date") from error
 
@@ -168,7 +169,13 @@ def _meta(key: str, answer: Answer) -> ObjectMeta:
     """From the headers of a 200 or 206."""
     try:
         whole = answer.headers["content-range"].rpartition("/")[2] if answer.status == 206 else len(answer.body)
-        modified = parsedate_to_datetime(answer.headers["last-modified"]).timestamp()
+        modified = _seconds(answer.headers["last-modified"])
         return ObjectMeta(key, int(whole), answer.headers["etag"], modified)
     except (KeyError, ValueError) as error:
         raise no_answer(f"GET {key}", f"an answer that lacks a header or has a strange one: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _seconds(date: str) -> float:
+    """Since the epoch; objects of one upload share their dates."""
+    return parsedate_to_datetime(date).timestamp()
