@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.blocks import Blocks
     from kvstore.client import SyncClient
 
-NEAR: Final = 32 << 20  # bytes of blocks in memory that are leased at once: far below any arena
+NEAR: Final = 64 << 20  # bytes of blocks in memory that are leased at once: far below any arena
 FAR: Final = 8 << 20  # of others, in one request: little is waited for before the first can be copied
 REQUESTS: Final = 8  # of those under way: together enough to keep a bucket's link busy
 _PAGE: Final = 4096
