@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Final
 
 from kvstore.errors import Corrupt
@@ -22,15 +23,19 @@ from kvstore.objects.base import (
 )
 
 PART: Final = 8 << 20
-"""Bytes of one range. Objects of less than two of them are read whole: a request costs money and, far away, a round trip."""
-_ALIGN: Final = 64 << 10
+"""Ranges start at multiples of so many bytes, where stores cut objects, too: a range across such a cut costs a store more.
+
+Objects of less than two of them are read whole: a request costs money and, far away, a round trip.
+"""
+_WIDE: Final = 8  # requests of large reads: with that many under way, connections have enough to do, and another adds whole reads
 
 
 class RangedStore:
     """Reads whole large objects by ranges, side by side. See :class:`kvstore.objects.base.ObjectStore`.
 
     Each range is a request of its own to everything below: counted, hedged and tried again alone. They are of one version of the
-    object, or there is no answer.
+    object, or there is no answer. The more large reads are under way, the fewer ranges another is cut into: the first of many
+    blocks comes fast, and the others keep the connections busy as they are.
 
     Args:
         store: What to ask; this wrapper closes it.
@@ -38,6 +43,7 @@ class RangedStore:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self._under_way = 0
 
     async def get(
         self,
@@ -52,14 +58,14 @@ class RangedStore:
         if into is None or range is not None or if_none_match is not None or into.nbytes < 2 * PART:
             return await self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
         target = into.cast("B")
-        parts = [asyncio.create_task(self._part(key, target, span, arrived)) for span in spans(len(target))]
+        cut = spans(len(target), max(1, _WIDE // (self._under_way + 1)))
+        self._under_way += len(cut)
         try:
-            answers = await asyncio.gather(*parts)
+            if len(cut) == 1:
+                return await self._store.get(key, into=into, arrived=arrived)
+            return await self._by_ranges(key, target, cut, arrived)
         finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)  # nobody writes into `into` any more
-        return _joined(key, target, answers)
+            self._under_way -= len(cut)
 
     async def head(self, key: str) -> ObjectMeta | Absent:
         """See :class:`kvstore.objects.base.ObjectStore`."""
@@ -89,6 +95,18 @@ class RangedStore:
         """Close the store below."""
         await self._store.aclose()
 
+    async def _by_ranges(
+        self, key: str, target: memoryview, cut: Sequence[tuple[int, int]], arrived: Arrived | None
+    ) -> Got | Absent | Unchanged:
+        parts = [asyncio.create_task(self._part(key, target, span, arrived)) for span in cut]
+        try:
+            answers = await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)  # nobody writes into `into` any more
+        return _joined(key, target, answers)
+
     async def _part(self, key: str, target: memoryview, span: tuple[int, int], arrived: Arrived | None) -> Got | Absent | Unchanged:
         first, last = span
         told = False
@@ -105,11 +123,12 @@ class RangedStore:
         return await self._store.get(key, range=span, into=target[first:last], arrived=None if arrived is None else here)
 
 
-def spans(nbytes: int) -> list[tuple[int, int]]:
-    """Ranges of nearly one length, in order; all but the last end at multiples of 64 KiB."""
-    count = -(-nbytes // PART)
-    each = -(-nbytes // (count * _ALIGN)) * _ALIGN
-    return [(start, min(nbytes, start + each)) for start in range(0, nbytes, each)]
+def spans(nbytes: int, most: int) -> list[tuple[int, int]]:
+    """At most so many ranges, in order; the last one takes what is left."""
+    whole = max(1, nbytes // PART)
+    each = -(-whole // min(most, whole)) * PART
+    starts = [start for start in range(0, nbytes, each) if start == 0 or nbytes - start >= PART]
+    return list(pairwise([*starts, nbytes]))
 
 
 def _joined(key: str, target: memoryview, answers: Sequence[Got | Absent | Unchanged]) -> Got | Absent | Unchanged:

@@ -1,5 +1,6 @@
 """Large reads by ranges: the same bytes, of one version, and reports of what is there."""
 
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -30,15 +31,18 @@ class Telling(MemoryStore):
         return got
 
 
-@pytest.mark.parametrize("nbytes", [1, PART, 2 * PART, SIZE, 4 * PART + 123, 5 * PART])
-def test_spans_cover_everything_once_and_none_is_longer_than_a_part(nbytes):
-    found = spans(nbytes)
+@pytest.mark.parametrize("nbytes", [1, PART, 2 * PART, SIZE, 4 * PART + 123, 5 * PART, 29 * PART + 1])
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_spans_cover_everything_once_and_start_where_stores_cut(nbytes, most):
+    found = spans(nbytes, most)
+    assert len(found) <= most
     assert (found[0][0], found[-1][1]) == (0, nbytes)
     assert all(end == start for (_, end), (start, _) in pairwise(found))
-    assert all(0 < end - start <= PART for start, end in found)
+    assert all(start % PART == 0 for start, _ in found)
+    assert all(end - start >= PART for start, end in found) or len(found) == 1
 
 
-@pytest.mark.parametrize(("length", "requests"), [(SIZE, 3), (2 * PART - 1, 1), (10, 1)])
+@pytest.mark.parametrize(("length", "requests"), [(SIZE, 2), (2 * PART - 1, 1), (10, 1)])
 async def test_what_is_read_by_ranges_is_the_object(length, requests):
     faults = Faults(MemoryStore())
     store = RangedStore(faults)
@@ -100,4 +104,18 @@ async def test_progress_is_told_in_the_objects_own_places(again):
         assert min(told) == (0, 7)
         assert sum(end - start for start, end in told) == SIZE
     else:
-        assert told.count((0, 0)) == len(spans(SIZE))
+        assert told.count((0, 0)) == len(spans(SIZE, 8))
+
+
+async def test_the_first_of_many_is_cut_and_the_others_keep_the_connections_busy():
+    faults = Faults(MemoryStore(), [Fault(action="stall", verb="get", times=100)])
+    store = RangedStore(faults)
+    body = bytes(4 * PART)
+    await store.put("k", body, OVERWRITE)
+    reads = [asyncio.create_task(store.get("k", into=memoryview(bytearray(len(body))))) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    faults.release.set()
+    await asyncio.gather(*reads)
+    assert faults.counts["get"] == 4 + 1 + 1 + 1
+    await store.get("k", into=memoryview(bytearray(len(body))))
+    assert faults.counts["get"] == 7 + 4
