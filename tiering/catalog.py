@@ -87,6 +87,11 @@ class Catalog:
             self._forget(entry)
             return False
 
+    def asked(self, keys: Sequence[bytes], told: int) -> None:
+        """One request wants these, here or not."""
+        with self._lock:
+            self._policy.asked(keys, told)
+
     # Values that must stay
 
     def pin(self, want: Want) -> Entry | None:

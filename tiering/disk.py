@@ -147,6 +147,10 @@ class DiskTier:
         """Which are here now, durably."""
         return [self._catalog.contains(key) for key in keys]
 
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
+        """One request wants these, here or not; see :class:`tiering.policy.Policy`."""
+        self._catalog.asked(keys, told)
+
     def hold(self, keys: Sequence[bytes]) -> None:
         """Protect these keys from eviction, whether they are here yet or not. Holds count; `release` undoes one."""
         self._catalog.hold(keys)

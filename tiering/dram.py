@@ -201,12 +201,18 @@ class DramTier:
         with self._lock:
             return self._lease(want, use=use)
 
-    def lease_many(self, wants: Sequence[Want], *, use: bool = True) -> list[Lease | Miss]:
-        """Each value leased, or why not; in the order asked. A use ends its hold; bringing values in ahead is none."""
+    def lease_many(self, wants: Sequence[Want], *, use: bool = True, after: Sequence[bytes] = ()) -> list[Lease | Miss]:
+        """Each value leased, or why not; in the order asked.
+
+        Args:
+            wants: What.
+            use: A use ends its hold; bringing values in ahead is none.
+            after: What the same request asked for before, in prefix order.
+        """
         found: list[Lease | Miss] = []
         with self._lock:
             if use:
-                self._ranking.asked([want.key for want in wants])
+                self._ranking.asked([*after, *(want.key for want in wants)], len(after))
             for want in wants:
                 got = self._lease(want, use=use)
                 if isinstance(got, Miss):
@@ -215,6 +221,11 @@ class DramTier:
                     self.stats.hit(want.size)
                 found.append(got)
         return found
+
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
+        """One request wants these; see :class:`tiering.policy.Policy`. For what no look-up of this tier tells by itself."""
+        with self._lock:
+            self._ranking.asked(keys, told)
 
     def pin_all(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[DramValue] | None:
         """All of these values leased, without an object for each lease; None, and nothing counted, where one is not here.
@@ -424,6 +435,9 @@ class DramTier:
 
     def _evict_one(self, *, ahead: bool = False) -> bool:
         key = self._ranking.victim(ahead=ahead)
+        while key is not None and self._values[key].leases:  # leased, and not `pinned` yet: it has lost its rank by this
+            self._ranking.pin(self._values[key])
+            key = self._ranking.victim(ahead=ahead)
         if key is None:
             return False
         self._forget(self._values[key])

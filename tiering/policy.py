@@ -19,8 +19,12 @@ class Policy(Protocol):
         """May this value come in? Asked before room is made for it."""
         ...
 
-    def asked(self, keys: Sequence[bytes]) -> None:
-        """One request wants these, in prefix order, here or not. Told once per request, before anything else comes of it."""
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
+        """One request wants these, in prefix order, here or not. Told before anything else comes of it.
+
+        The first `told` are not asked for now, or were a moment ago: they tell what the others continue, and count only where they
+        were never asked for at all. So a request may be told in pieces, and a commit tells what it appends to what.
+        """
         ...
 
     def add(self, key: bytes) -> None:
@@ -58,9 +62,9 @@ class Lru:
         """Always."""
         return True
 
-    def asked(self, keys: Sequence[bytes]) -> None:
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
         """Now the most recent, those that are ranked."""
-        for key in keys:
+        for key in keys[told:]:
             self.touch(key)
 
     def add(self, key: bytes) -> None:

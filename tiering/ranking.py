@@ -58,9 +58,9 @@ class Ranking:
         """May this value come in?"""
         return self._policy.admit(key, size)
 
-    def asked(self, keys: Sequence[bytes]) -> None:
-        """One request wants these, in prefix order, here or not."""
-        self._policy.asked(keys)
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
+        """One request wants these; see :class:`tiering.policy.Policy`."""
+        self._policy.asked(keys, told)
 
     def use(self, value: Ranked) -> None:
         """Somebody wants it: that ends its hold."""

@@ -151,6 +151,7 @@ class Stack:
         stop_at_miss: bool = True,
         reach: Reach = Reach.ORIGIN,
         ahead: bool = False,
+        after: Sequence[bytes] = (),
     ) -> list[Lease | Miss]:
         """Lease each value in memory, fetching what is not there; `Lease.source` says where it was found.
 
@@ -163,13 +164,16 @@ class Stack:
             stop_at_miss: The answer ends with the first miss, and nothing behind it stays leased or is fetched any further.
             reach: How far down to look.
             ahead: Nobody wants the values yet. They make room only by evicting what was not used lately, and are not used by this.
+            after: Keys that the same request asked for before, in prefix order, where it asks in pieces.
 
         Returns:
             In the order asked. Whoever gets a lease releases it.
         """
         found: list[Lease | Miss] = []
         try:
-            found = self.dram.lease_many(wants, use=not ahead)
+            found = self.dram.lease_many(wants, use=not ahead, after=after)
+            if self.disk is not None and not ahead:
+                self.disk.asked([*after, *(want.key for want in wants)], len(after))
             missing = [i for i, got in enumerate(found) if got is Miss.ABSENT]
             if missing and reach is not Reach.DRAM and not self._closed:
                 look_up = LookUp(
@@ -196,6 +200,12 @@ class Stack:
                 _release(got)
             raise
         return found
+
+    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
+        """Tell every tier's policy of a request that no look-up tells of, such as a commit; see :class:`tiering.policy.Policy`."""
+        self.dram.asked(keys, told)
+        if self.disk is not None:
+            self.disk.asked(keys, told)
 
     def reserve(self, want: Want) -> DramSlot | Miss:
         """Room in memory for a value that somebody is about to write; then `publish` it, or abort it."""

@@ -204,6 +204,7 @@ class Service:
         await check_commit(request, fields)
         self._ttl(request.ttl_s)
         await self.plane.settled(tenant)
+        self.plane.grown(tenant, fields, request.shards, request.blocks)
         return await self._commits.commit(tenant, request, request.durability or self.settings.store.durability)
 
     async def fork(self, tenant: str, request: api.Fork) -> api.Session:

@@ -246,6 +246,15 @@ class Plane:
         """Take rooms over that `copy` will fill; see :class:`kvstore.service.landing.Landing`."""
         self._landing.take(tenant, rooms, copy, copied)
 
+    def grown(self, tenant: str, namespace: Namespace, shards: Sequence[str], links: Sequence[Link]) -> None:
+        """A session has become this: what was published for it is one chain, and goes on from what was there before."""
+        if len(links) * len(shards) > _MOST_LOOKED_UP:
+            return  # the loop has no time for this; they keep what rank they have
+        packed, stack = pack_prefixes([link.prefix_id for link in links]), self.tiers(tenant).stack
+        for shard in shards:
+            keys = self._names_of(namespace, shard).keys(packed)
+            stack.asked(keys, len(keys))
+
     async def settled(self, tenant: str, deadline: float | None = None) -> None:
         """Wait for what the tenant has published by now. Whoever is told that a block is published finds it."""
         if self._landing.pending(tenant):

@@ -129,7 +129,8 @@ class _Staging:
 
     async def _step(self, step: Step) -> End:
         speculative, began = self._ticket.speculative, self._clock.monotonic()
-        answers = await self._stack.get_many(step.wants, deadline=self._ticket.deadline, ahead=speculative)
+        before = [key for _, _, keys in self._staged[-2:] for key in keys]  # tells enough: this is no beginning
+        answers = await self._stack.get_many(step.wants, deadline=self._ticket.deadline, ahead=speculative, after=before)
         leases = [answer for answer in answers if isinstance(answer, Lease)]
         self._leases += leases
         whole, miss = whole_rows(step.rows, answers)

@@ -301,3 +301,15 @@ async def test_512_leases_one_by_one(record_property):
                 lease.release()
         record_property("512 leases, ms", best * 1e3)
         assert tier.leases == 0
+
+
+async def test_i8_what_is_leased_is_no_victim_before_its_lease_is_accounted_for():
+    async with dram(4 * MIB) as tier:
+        for n in range(4):
+            assert await tier.put_many([(want_of(n, MIB), memoryview(value_of(n, MIB)))]) == [True]
+        pins = tier.pin_all([want_of(n, MIB).key for n in range(3)], [MIB] * 3)  # `pinned` comes when the reader has its answer
+        assert await tier.evict(2 * MIB) == MIB  # the one that nobody reads
+        assert tier.contains_many([want_of(n, MIB).key for n in range(4)]) == [True, True, True, False]
+        tier.pinned(pins)
+        tier.unpin_all(pins)
+        assert await tier.evict(8 * MIB) == 3 * MIB
