@@ -183,6 +183,13 @@ def test_requests_are_of_one_tier_and_of_bounded_size():
     assert loading.miss == ""
 
 
+def test_who_allows_more_loss_loads_sooner():
+    careful, bold = world(100e6), world(100e6)
+    bold.choice.slack = 0.2
+    assert careful.turn(cold())[1] == 0
+    assert bold.turn(cold())[1] == 15
+
+
 def test_nothing_stored_takes_no_time():
     here = world(1e8)
     loading = here.choice.begin([], PROMPT)
