@@ -58,8 +58,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         past_key_values: A `DynamicCache`; it belongs to the caller, and changing it changes nothing that is stored.
         tokens: The token ids whose KV it holds, u32 [n], n being its `get_seq_length()`.
         version: The session's version; 0 where no session was found.
-        restore_id: Under which the node tells from which tiers the bytes came (`get_restore`); "" where there was no session,
-            or the node would not stage it now. With
+        restore_id: Under which the node tells from which tiers the bytes came (`get_restore`); "" where there was no session. With
             `compute_or_load`, what it stages behind the computing; "" where there is no such thing.
         miss: Why it is shorter than what is stored of the prompt; "" where nothing is missing. `compute`: loading the rest would
             take longer than computing it.
@@ -160,14 +159,8 @@ class SessionCache:
             return self._nothing(error)
 
     def _restore(self, session_id: str, prompt: np.ndarray | None, version: int | None, deadline_ms: int) -> Restored:
-        found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
-        self._remember(session_id, found)
-        links = self._common(found.blocks, prompt)
-        near = _in_memory(self._stored(links, reach="dram"))
-        with ThreadPoolExecutor(
-            1, "kvtier-restore"
-        ) as beside:  # it stages what is then taken window by window: nobody waits for it
-            begun = beside.submit(
+        with ThreadPoolExecutor(1, "kvtier-restore") as beside:  # two questions at once
+            begun = beside.submit(  # answered at once; it stages what `_deliver` then takes window by window
                 self._kv.restore,
                 session_id,
                 namespace=self.namespace,
@@ -175,15 +168,13 @@ class SessionCache:
                 tokens=() if prompt is None else prompt.tolist(),
                 deadline_ms=deadline_ms,
             )
-            arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
-            restored = self._deliver(links, arriving, prompt, far=near < len(links), version=found.version)
-        error = begun.exception()
-        if error is None:
-            return msgspec.structs.replace(restored, restore_id=begun.result().restore_id)
-        if not isinstance(error, KVTierError):
-            raise error
-        log.warning("kvtier: blocks of %s were not staged: %s", session_id, error)
-        return restored
+            found = self._kv.manifest(session_id, namespace=self.namespace, version=version or 0)
+            restore_id = begun.result().restore_id
+        self._remember(session_id, found)
+        links = self._common(found.blocks, prompt)
+        near = _in_memory(self._stored(links, reach="dram"))
+        arriving = arrivals(self._kv, self.namespace, self._shard, links, near=near, deadline_ms=deadline_ms)
+        return self._deliver(links, arriving, prompt, far=near < len(links), version=found.version, restore_id=restore_id)
 
     def _restore_or_compute(self, session_id: str, prompt: np.ndarray, version: int | None, deadline_ms: int) -> Restored:
         """As `_restore`; what is not worth waiting for is staged behind the computing, which tells how fast it would have been."""

@@ -306,19 +306,6 @@ def test_a_hole_ends_it_and_what_was_asked_for_behind_it_goes_back(torch, model,
     assert kv.leased == 0
 
 
-def test_a_node_that_stages_nothing_now_still_delivers(torch, model, kv, sessions, prompt, prefill):
-    cache = prefill(model, prompt(40))
-    sessions.commit("s", prompt(40), cache)
-
-    def restore(*_, **__):
-        raise Overloaded("too many restores")
-
-    kv.restore = restore
-    restored = sessions.restore("s", prompt(50))
-    assert (restored.restore_id, restored.version, restored.tokens.size) == ("", 1, 40)
-    assert torch.equal(kv_of(torch, restored.past_key_values), kv_of(torch, cache))
-
-
 def test_dropped_blocks_are_offered_again(model, kv, sessions, prompt, prefill, monkeypatch):
     pauses = []
     monkeypatch.setattr("kvstore.connectors.hf.time.sleep", pauses.append)
