@@ -4,6 +4,9 @@ Every round measures every case once, in random order, each after an untimed pas
 is the median over rounds of a case's value by its baseline's in the same round.
 
     python benchmarks/data_plane.py [--json] [--rounds 5] [--sizes 2,8,32] [--rows dram_get_copy,...] [--folder DIR] [--peers KIT]
+                                    [--trace FILE]
+
+With a trace, rows named policy come first: hit rates of eviction, as `benchmarks/policy.py` measures them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+import policy
 from _cases import MIB, Result
 from _workers import Worker, start_ours, start_peers
 
@@ -137,7 +141,10 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="which ones")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     parser.add_argument("--peers", type=Path, help="the kit with workers for other systems")
+    parser.add_argument("--trace", type=Path, help="the conversation trace, for the policy's rows")
     asked = parser.parse_args()
+    if asked.trace:
+        policy.tell(policy.rows("conversation", policy.read(asked.trace), policy.CAPACITIES))
     chosen = {name: ROWS[name] for name in asked.rows.split(",")}
     modules = list(dict.fromkeys(row.module for row in chosen.values()))
     with ExitStack() as lifetime:
