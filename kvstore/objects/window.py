@@ -25,16 +25,17 @@ class WindowSettings(msgspec.Struct, frozen=True, kw_only=True):
         step: Bytes it grows by, once all of it was carried and somebody had to wait.
         busy: What is left of it when the store says SlowDown.
         slow: What is left of it when answers have become slow.
-        slower: Answers are slow when they usually take so many times as long as the fastest of their size lately.
+        slower: Answers are slow when they usually take so many times as long as the fastest of their size lately, each by the
+            number that shared the link with it: where a link is full, twice as many take twice as long, and nothing is wrong.
         pause_s: It shrinks no more often: what was under way before still gets the old answers.
     """
 
-    first: int = 64 << 20
-    least: int = 32 << 20
+    first: int = 128 << 20
+    least: int = 64 << 20
     step: int = 8 << 20
     busy: float = 0.5
     slow: float = 0.75
-    slower: float = 8.0
+    slower: float = 4.0
     pause_s: float = 1.0
 
 
@@ -56,7 +57,7 @@ class Window:
         self._most, self._clock = most, clock
         self._least = min(self._settings.least, most)
         self._gate = ByteGate(max(self._least, min(self._settings.first, most)), patience_s)
-        self._carried = 0
+        self._carried = self._together = 0
         self._waited = False
         self._shrunk_at = float("-inf")
         self._times: dict[tuple[str, int], _Times] = {}
@@ -82,18 +83,25 @@ class Window:
         self._waited |= not self._gate.has_room(nbytes)
         async with self._gate.hold(nbytes):
             begun = self._clock.monotonic()
-            yield
-            self.answered(nbytes, verb, self._clock.monotonic() - begun)
+            self._together += 1
+            most = self._together
+            try:
+                yield
+                most = max(most, self._together)
+            finally:
+                self._together -= 1
+            self.answered(nbytes, verb, self._clock.monotonic() - begun, most)
 
-    def answered(self, nbytes: int, verb: str, seconds: float) -> None:
-        """A request went well."""
+    def answered(self, nbytes: int, verb: str, seconds: float, together: int = 1) -> None:
+        """A request went well; so many were under way with it, itself included."""
         self._carried += nbytes
         if self._carried >= self.limit:
             if self._waited:  # else the window is not what keeps the store from more
                 self._gate.resize(min(self._most, self.limit + self._settings.step))
             self._carried, self._waited = 0, False
-        if nbytes < _TELLING:
-            return
+        if nbytes < _TELLING or 2 * together * nbytes < self.limit:
+            return  # the window is not in use, so its size is not to blame
+        seconds /= together
         times = self._times.setdefault((verb, nbytes.bit_length()), _Times(seconds))
         if times.usual(seconds) > self._settings.slower * times.fastest and self._shrink("slow", self._settings.slow):
             self._times.clear()  # measured with more under way

@@ -30,14 +30,16 @@ async def carry(bounded, clock, capacity, requests=400, size=8 * MIB, workers=40
                 if under_way > capacity:
                     refused += 1
                     bounded.busy()
-                await clock.sleep(size / capacity * 4)
+                end = clock.monotonic() + size / capacity * 4
+                while clock.monotonic() < end:  # noqa: ASYNC110  virtual time moves below
+                    await asyncio.sleep(0)
                 under_way -= size
             limits.append(bounded.limit)
 
     tasks = [asyncio.create_task(worker()) for _ in range(workers)]
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
-        clock.advance(0.01)
+        clock.advance(size / capacity / 5)
     await asyncio.gather(*tasks)
     return limits, refused
 
@@ -87,11 +89,15 @@ def test_answers_that_become_slow_make_it_smaller_and_are_then_measured_afresh()
     clock = VirtualClock()
     bounded = window(clock)
     for _ in range(50):
-        bounded.answered(2 * MIB, "get", 0.02)
+        bounded.answered(2 * MIB, "get", 0.02, 32)
+        bounded.answered(2 * MIB, "get", 0.01, 16)  # half as many, half as long
     assert bounded.limit == 64 * MIB
     clock.advance(5.0)
     for _ in range(50):
-        bounded.answered(2 * MIB, "get", 0.5)
+        bounded.answered(2 * MIB, "get", 5.0, 1)  # one alone says nothing about what many may do
+    assert bounded.limit == 64 * MIB
+    for _ in range(50):
+        bounded.answered(2 * MIB, "get", 0.5, 32)
     assert bounded.limit == 48 * MIB
     assert bounded.shrunk == {"busy": 0, "slow": 1}
 
@@ -101,9 +107,9 @@ def test_a_store_that_is_as_slow_as_ever_is_not_slow():
     bounded = window(clock)
     for _ in range(200):
         clock.advance(1.0)
-        bounded.answered(2 * MIB, "get", 3.0)
+        bounded.answered(2 * MIB, "get", 3.0, 32)
         bounded.answered(64 * MIB, "get", 60.0)
-        bounded.answered(2 * MIB, "put", 9.0)
+        bounded.answered(2 * MIB, "put", 9.0, 16)
     for seconds in (0.001, 5.0) * 100:
         bounded.answered(1000, "put", seconds)  # a register, and its rivals
     assert bounded.shrunk == {"busy": 0, "slow": 0}
@@ -111,7 +117,7 @@ def test_a_store_that_is_as_slow_as_ever_is_not_slow():
 
 async def test_a_request_larger_than_a_window_that_shrank_passes_alone():
     clock = VirtualClock()
-    bounded = window(clock, most=64 * MIB)
+    bounded = Window(64 * MIB, 30.0, clock, SETTINGS)
     order = []
 
     async def send(name, size):
