@@ -155,7 +155,7 @@ class _Event:
 
     def __init__(self, torch: Any, device: Any, stream: Any) -> None:
         self._torch, self._device = torch, device
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(blocking=True)  # else a thread that waits for it spins
         self.event.record(stream)
 
     def hold_up(self) -> None:
