@@ -83,7 +83,9 @@ def _bare(path: Path, ask: Ask, seconds: float) -> tuple[Timing, Timing, bool]:
             return sum(pool.map(lambda at: how(file, [buffers[at]], (start + at) * step), range(len(buffers))))
 
         def write(call: int) -> int:
-            return move(os.pwritev, call)
+            moved = move(os.pwritev, call)
+            os.fdatasync(file)  # durable, as the tier's
+            return moved
 
         timed(write, rounds, seconds / 2, warm=False)  # the file is new once; the tier writes its slab when it makes it
         os.fsync(file)
