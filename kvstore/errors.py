@@ -190,6 +190,12 @@ KINDS: dict[str, Kind] = {
     "outcome_unknown": Kind(
         Unavailable, 503, EXIT_UNAVAILABLE, "the write may or may not have landed: read the session before writing again"
     ),
+    "promise_pending": Kind(
+        Unavailable,
+        503,
+        EXIT_UNAVAILABLE,
+        "retry, or ask the node that promised it; where that does not help, restore the session, and commit on what it holds",
+    ),
     "store_busy": Kind(Unavailable, 503, EXIT_UNAVAILABLE, "the store asks for fewer requests: back off"),
     "circuit_open": Kind(
         Unavailable,

@@ -215,7 +215,8 @@ class Client:
         Raises:
             Gone: The session that it was built on is no more, whatever its id means now.
             Conflict: The session has moved on; `facts["current"]` is its version now.
-            Unavailable: Kind `outcome_unknown`: it may have landed. Retry with the same `write_id`.
+            Unavailable: Kind `outcome_unknown`: it may have landed. Retry with the same `write_id`. Kind `promise_pending`: it was
+                built on what another node has promised and, it seems, not yet made. Retry, or ask that node.
         """
         request = await self._of(
             api.Commit,

@@ -71,7 +71,8 @@ class Writer:
             Conflict: The session moved; `current` is its version.
             Gone: It was deleted, or it expired; perhaps its id means another one by now.
             NotFound: There is no such session, and `base` is not 0; or the bytes of its first block are nowhere.
-            Unavailable: `outcome_unknown` where it may have landed.
+            Unavailable: `outcome_unknown` where it may have landed; `promise_pending` where it was built on a promise that nothing
+                in the bucket tells of.
         """
         _check(tenant, proposal.namespace)
         await self._root.put_namespace(proposal.namespace)
@@ -153,8 +154,7 @@ class Writer:
         async def alive(name: Name) -> bool:
             if await self._finder.alive(place.tenant, name):
                 return True
-            ended = self._families.heads.known(self._key(place.tenant, name.family))
-            if write_id and ended is not None and scoped(name.branch, write_id) in ended.head.recent:
+            if write_id and self._ended(place.tenant, name, write_id):
                 raise Gone("this commit has landed, and the session was deleted since, or it expired", landed=1)
             return False
 
@@ -202,20 +202,34 @@ class Writer:
         return None if held is None else held.name
 
     async def _meant(self, place: Place, branch: str) -> Name:
-        """The name, if it means the session that a commit was built on. Versions are numbers: another one has the same (I4)."""
+        """The name, if it means the session that a commit was built on. Versions are numbers: another one has the same (I4).
+
+        Of a promise that no session tells of, nobody here knows whether it has yet to be kept: then it is not `Gone`.
+        """
         name = await self._named(self._finder.key(*place))
-        if name is None or not (means(name.branch, branch) or await self._took_in(place, name, branch)):
-            raise Gone(
-                f"the session that this commit was built on is not what {place.session!r} means in lane {place.lane!r}: "
-                "it was deleted, or it expired, or whoever promised it has yet to make it",
-                remedy="restore the session, and commit on what it holds now",
+        if name is not None and (means(name.branch, branch) or await self._took_in(place, name, branch)):
+            return name
+        if is_promise(branch) and not (name is not None and self._ended(place.tenant, name, branch)):
+            raise Unavailable(
+                f"this commit was built on a promise that session {place.session!r} does not tell of in lane {place.lane!r}: "
+                "whoever gave it has yet to keep it, or could not, or it was kept and the session deleted since",
+                kind="promise_pending",
             )
-        return name
+        raise Gone(
+            f"the session that this commit was built on is not what {place.session!r} means in lane {place.lane!r}: "
+            "it was deleted, or it expired",
+            remedy="restore the session, and commit on what it holds now",
+        )
 
     async def _took_in(self, place: Place, name: Name, promise: str) -> bool:
         """Whether the commit that was to make a session found this one under its name, and made a version of it."""
         found = await self._finder.look(*place) if is_promise(promise) else None
         return found is not None and found.branch_id == name.branch and _knows(found, promise)
+
+    def _ended(self, tenant: str, name: Name, write_id: str) -> bool:
+        """Whether a name means a session that is gone, and that the commit with this id made a version of; asks nobody."""
+        at = self._families.heads.known(self._key(tenant, name.family))
+        return at is not None and name.branch not in at.head.branches and scoped(name.branch, write_id) in at.head.recent
 
     async def _made_again(self, place: Place, proposal: Proposal) -> None:
         """The name means another session than we knew. Whoever built on a version of an earlier one never touches it (I4).

@@ -3,7 +3,8 @@
 `bucket` is answered when the protocol has acknowledged it. `nvme` is answered when the blocks and the intent to commit them are on
 this machine's disk; the intent is replayed before the node is ready again. `dram` is answered at once and lost with the process.
 Behind the last two, one task per session commits in order. It gives a promise up only where the protocol has decided that it cannot
-land; whatever else goes wrong (the store, its credentials, this node's memory, a defect) is waited out.
+land, or where it was built on another node's promise that nobody keeps; whatever else goes wrong (the store, its credentials, this
+node's memory, a defect) is waited out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_PENDING: Final = 4096
 PATIENCE_S: Final = 60.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0
+_UNMADE: Final = 12  # times, in about a minute, that a promise looks for the one it was built on; it may be lost with its node
 _DECIDED: Final = frozenset({"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"})
 
 
@@ -93,6 +95,7 @@ class Commits:
             Conflict: Somebody else moved the session.
             Gone: The session that it was built on is no more, or never came to be.
             Overloaded: Too many commits wait for the store.
+            Unavailable: Kind `promise_pending`: it was built on what another node has promised and, it seems, not yet made.
             Unsupported: `nvme` without a disk tier.
         """
         request = msgspec.structs.replace(request, write_id=request.write_id or self._ids.new(), durability=durability)
@@ -195,7 +198,7 @@ class Commits:
 
     async def _land(self, line: Line) -> bool:
         """Commit the first of a line until it is decided. False when the node closes first; a journal keeps the intent."""
-        intent, wait = line.intents[0], _FIRST_WAIT
+        intent, wait, line.unmade = line.intents[0], _FIRST_WAIT, 0
         while (branch := await self._decided(line, intent)) is None:
             if self._closing:
                 return False
@@ -241,10 +244,11 @@ class Commits:
             request = self._made.after(intent.tenant, intent.request)
             receipt = await self._counted(self._local.apply(intent.tenant, request))
         except KVTierError as error:
-            if error.kind not in _DECIDED:
+            line.unmade += error.kind == "promise_pending"
+            if error.kind not in _DECIDED and line.unmade < _UNMADE:
                 log.warning("commit of a session waits: %s", error)
                 return None
-            # It cannot land, and whoever committed has its answer already.
+            # It cannot land, or not in sight, and whoever committed has its answer already.
             log.warning("a commit acknowledged with durability %s was dropped: %s", intent.request.durability, error)
             return ""
         except Exception:  # a defect must not end the task: whoever waits for this session would wait for ever

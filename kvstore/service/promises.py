@@ -72,6 +72,7 @@ class Line:
 
     Attributes:
         broken: One of them could not land; what was promised on top of it cannot either.
+        unmade: How often nothing was found of the promise that the first one was built on.
     """
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class Line:
         self.entrance = asyncio.Lock()
         self.entering = 0
         self.broken = False
+        self.unmade = 0
 
     def empty(self) -> bool:
         """Whether nothing of this session is pending."""

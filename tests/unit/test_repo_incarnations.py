@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvstore.clock import SeededIds
-from kvstore.errors import AlreadyExists, Conflict, Gone
+from kvstore.errors import AlreadyExists, Conflict, Gone, Unavailable
 from kvstore.ids import chain
 from kvstore.objects import Fault
 from kvstore.repo.branches import promised
@@ -109,9 +109,35 @@ async def test_a_session_is_what_the_commit_that_made_it_was_promised(repo, memo
     async with opened(memory, clock, SeededIds(3)) as fresh:
         receipt = await commit(fresh, shelf, "s", range(12), 1, NS, branch=said)
         assert (receipt.version, receipt.branch) == (2, mine.branch)
-        for less in (said[:15], mine.branch[:17], "0" * 16):
+        for less in (said[:15], mine.branch[:17]):
             with pytest.raises(Gone):
                 await commit(fresh, shelf, "s", range(16), 2, NS, branch=less)
+
+
+async def test_a_promise_that_nothing_tells_of_may_have_yet_to_be_kept_and_is_not_gone(repo, memory, clock, shelf):
+    write = "7" * 32
+    said = promised("default", "s", NS.id, write)
+    async with opened(memory, clock, SeededIds(3)) as other:
+        for others in (False, True):
+            if others:  # it is kept by a session that was there first
+                await repo.sessions.create("default", "s", NS, "main")
+            with pytest.raises(Unavailable) as pending:
+                await commit(other, shelf, "s", range(12), 1, NS, branch=said)
+            assert pending.value.kind == "promise_pending"
+        kept = await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
+        assert (await commit(other, shelf, "s", range(12), 1, NS, branch=said)).branch == kept.branch
+
+
+@pytest.mark.parametrize("first", [False, True])
+async def test_a_promise_that_was_kept_by_a_session_that_is_gone_is_gone(repo, memory, clock, shelf, first):
+    write = "7" * 32
+    if first:
+        await repo.sessions.create("default", "s", NS, "main")
+    await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)
+    await repo.sessions.delete("default", "s", NS.id, "main")
+    async with opened(memory, clock, SeededIds(3)) as fresh:
+        with pytest.raises(Gone):
+            await commit(fresh, shelf, "s", range(12), 1, NS, branch=promised("default", "s", NS.id, write))
 
 
 async def test_i4_what_was_built_on_a_promise_lands_in_no_later_session(repo, memory, clock, shelf):
@@ -120,7 +146,7 @@ async def test_i4_what_was_built_on_a_promise_lands_in_no_later_session(repo, me
     await replaced(repo, shelf)
     async with opened(memory, clock, SeededIds(3)) as fresh:
         for session in ("s", "t"):
-            with pytest.raises(Gone):
+            with pytest.raises(Unavailable):
                 await commit(fresh, shelf, session, range(12), 1, NS, branch=promised("default", session, NS.id, write))
         assert await tokens_of(fresh) == 8
 
@@ -150,7 +176,7 @@ async def test_a_session_that_was_there_already_remembers_the_promise_that_it_to
     assert (await commit(repo, shelf, "s", range(8), 0, NS, write_id=write)).branch == empty.branch
     async with opened(memory, clock, SeededIds(3)) as fresh:
         assert (await commit(fresh, shelf, "s", range(12), 1, NS, branch=said)).branch == empty.branch
-        with pytest.raises(Gone):
+        with pytest.raises(Unavailable):
             await commit(fresh, shelf, "s", range(16), 2, NS, branch=promised("default", "s", NS.id, "8" * 32))
 
 

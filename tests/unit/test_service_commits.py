@@ -14,6 +14,7 @@ from kvstore.ids import Shard
 from kvstore.objects import Fault, Faults, MemoryStore
 from kvstore.repo.branches import promised
 from kvstore.repo.testing import until
+from kvstore.service import commits as lines
 from kvstore.service import tries
 from kvstore.service.commits import Commits
 from kvstore.service.promises import Intent
@@ -272,6 +273,21 @@ async def test_what_was_promised_on_a_promise_that_could_not_be_kept_is_dropped_
     assert bucket.landed == [3]
 
 
+async def test_a_promise_on_a_promise_that_nobody_keeps_is_waited_for_but_not_for_ever(monkeypatch):
+    """It may be another node's, which has yet to make it, or is no more."""
+    monkeypatch.setattr(lines, "_LONGEST_WAIT", 0.01)
+    pending = Unavailable("nothing tells of it", kind="promise_pending")
+    bucket, disk = Bucket(*[pending] * 11), Disk()
+    commits = made(bucket, disk)
+    await commits.commit(ME, commit_of(1, 2, branch="7" * 16), "nvme")
+    assert await landed(commits)
+    assert (bucket.landed, disk.records) == ([1], {})
+    bucket.errors = [pending] * 12
+    await commits.commit(ME, commit_of(2, 3, branch="8" * 16), "nvme")
+    assert await landed(commits)
+    assert (bucket.landed, bucket.held, disk.records, commits.pending) == ([1], 0, {}, 0)
+
+
 async def test_what_became_of_a_promise_is_remembered_by_version():
     """A later promise of that id does not take its place; of one that was made twice nobody knows which session is meant."""
     bucket = Bucket()
@@ -322,8 +338,9 @@ async def test_i4_a_promise_names_its_session_to_every_node_and_after_a_restart(
         await again.call(ME, "delete_session", api.OfSession(id="s"))
         for base in range(3):
             await again.call(ME, "commit", commit_of(base, base + 1, durability="bucket"))
-        with pytest.raises(Gone):
+        with pytest.raises(Unavailable) as unknown:
             await again.call(ME, "commit", commit_of(3, 2, branch=receipt.branch, durability="bucket"))
+        assert unknown.value.kind == "promise_pending"
 
 
 # --- once, and bounded ---

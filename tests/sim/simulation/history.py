@@ -9,6 +9,7 @@ from kvstore.repo.heads import versions_of
 
 ACK, NO, UNKNOWN = "acknowledged", "failed", "unknown"
 NO_BYTES = "bytes of this commit's first block"
+PENDING = "promise_pending"
 DECIDED = {"conflict", "gone", "already_exists", "not_found", "invalid", "too_many_branches"}  # what ends a promise
 
 
@@ -38,6 +39,7 @@ class Op:
     answer: object = None
     decided: bool = False  # of a promise: it landed, or the protocol refused it
     refused: bool = False  # it was refused, at least once
+    unmade: bool = False  # nothing was found of the promise that it was built on, when it last looked
     landed: set = field(default_factory=set)  # branches that it is in, each with a life that was told so
 
     def __str__(self):
@@ -75,12 +77,12 @@ class History:
     def _undecided(self, op, answer):
         """Whether it may take effect in spite of its answer."""
         match answer:
-            case Unavailable():
+            case Unavailable() if answer.kind != PENDING:
                 return answer.kind in {"outcome_unknown", "timeout"}
-            case Conflict() | Gone() if op.kind == "commit" and op.tries > 1 and len(set(op.lives)) > 1:
+            case Conflict() | Gone() | Unavailable() if op.kind == "commit" and op.tries > 1 and len(set(op.lives)) > 1:
                 # An earlier try may be under way on another node, and lands once the name is free, or the promise kept that it was
                 # built on. On one life of a node they are one.
-                early = is_promise(op.branch) if isinstance(answer, Gone) else answer.facts["current"] < op.base
+                early = answer.facts["current"] < op.base if isinstance(answer, Conflict) else is_promise(op.branch)
                 return (op.base == 0 and isinstance(answer, Conflict)) or (op.follows >= 0 and early)
         return False
 
@@ -93,7 +95,7 @@ class History:
 
     # --- at once ---
 
-    def _refused(self, op, error, end):
+    def _refused(self, op, error, end, began=None):
         truth = self._world.truth
         found, free = truth.meant(op.key, op.start, end)
         match error:
@@ -107,6 +109,10 @@ class History:
                 true = op.kind in {"commit", "detach"}
             case Gone() if op.kind == "commit" and op.branch:
                 true = self._over(op, end)
+            case Unavailable() if error.kind == PENDING:
+                true = is_promise(op.branch) and (
+                    self._lost(self.ops[op.follows]) or not self._standing(op, began or op.start, end)
+                )
             case NotFound() | Gone():
                 source = op.key if op.source == "" else op.source
                 gone = truth.meant(source, op.start, end)[1]
@@ -121,28 +127,35 @@ class History:
             self._world.violation("I2" if isinstance(error, Conflict) else "I3", f"{op} was told {error!r}")
 
     def _over(self, op, end):
-        """Whether the session that a commit was built on is no more, never came to be, or is known to another life only."""
+        """Whether the session that a commit was built on is no more, or never will be."""
         truth = self._world.truth
         if not is_promise(op.branch):
             return truth.branches[op.branch].gone <= end
-        made = [each for each in truth.branches.values() if means(each.id, op.branch) and op.key in each.names]
-        if self._lost(self.ops[op.follows]) or any(each.names[op.key] > op.start for each in made):
-            return True  # it had yet to be made, or never will be
-        if made:
-            return all(each.gone <= end for each in made)
-        maker = self._maker(op)
-        knew = {branch for branch, life in maker.landed if life is op.lives[-1]}
-        knew |= {branch for branch, _ in maker.landed if self._remembers(truth.branches[branch], maker)}
-        return all(truth.branches[branch].gone <= end for branch in knew)
+        if self._lost(self.ops[op.follows]):
+            return True
+        named = [branch for branch in map(truth.branches.get, self._meant_by(op)) if op.key in branch.names]
+        over = any(branch.gone <= end for branch in named)
+        return over and not self._standing(op, op.start, end)
 
-    def _remembers(self, branch, op):
-        """Whether a session still keeps a version that an operation made."""
-        kept = {version.seq for version in versions_of(branch.last)}
-        return any(seq in kept and content.op == op.id for seq, content in branch.versions.items())
+    def _standing(self, op, start, end):
+        """Whether the session that was promised is there throughout, and says so to the life that was asked."""
+        truth, maker = self._world.truth, self._maker(op)
+        for branch in map(truth.branches.get, self._meant_by(op)):
+            if op.key not in branch.names or branch.names[op.key] > start or branch.gone <= end:
+                continue
+            itself = (branch.id, op.lives[-1]) in maker.landed
+            if itself or means(branch.id, op.branch) or self._remembers(branch, maker, start):
+                return True
+        return False
+
+    def _remembers(self, branch, op, start):
+        """Whether a session keeps a version that an operation had made by then."""
+        kept = {version.seq for version in versions_of(branch.last)} & {seq for when, seq in branch.timeline if when <= start}
+        return any(branch.versions[seq].op == op.id for seq in kept if seq)
 
     def _lost(self, op):
         """Whether a promise could not be kept, or one that it was built on."""
-        return op.refused or (op.follows >= 0 and self._lost(self.ops[op.follows]))
+        return op.refused or op.unmade or (op.follows >= 0 and self._lost(self.ops[op.follows]))
 
     def _maker(self, op):
         """The operation that was promised to make the session that this one was built on."""
@@ -160,15 +173,19 @@ class History:
 
     def committed(self, op, receipt, life):
         """What the bucket acknowledged, also behind a caller who had its answer already."""
-        op.decided = True
+        op.decided, op.unmade = True, False
         op.landed.add((receipt.branch, life))
         self._committed(op, receipt)
 
-    def dropped(self, op, error):
-        """A promise could not be kept, and whoever was given it does not hear of it."""
-        if op.durability != "bucket" and error.kind in DECIDED:
-            op.decided = op.refused = True
-            self._refused(op, error, self._world.now)
+    def dropped(self, op, error, began):
+        """A promise could not be kept, or not yet, and whoever was given it does not hear of it."""
+        if op.durability == "bucket":
+            return
+        op.unmade = error.kind == PENDING
+        if op.unmade or error.kind in DECIDED:
+            op.refused |= not op.unmade
+            op.decided |= op.refused
+            self._refused(op, error, self._world.now, began)
 
     def _committed(self, op, receipt):
         kept = op.tokens[: receipt.tokens]
@@ -205,7 +222,7 @@ class History:
         for op in self.ops.values():
             if op.kind != "commit":
                 continue
-            if op.outcome == ACK and op.durability == "nvme" and not op.decided and not self._in_vain(op):
+            if op.outcome == ACK and op.durability == "nvme" and not (op.decided or op.unmade or self._in_vain(op)):
                 self._world.violation("I2", f"{op} was promised, and neither landed nor was refused")
             effects = [
                 effect

@@ -6,7 +6,7 @@ from unittest import mock
 
 import msgspec
 
-from kvstore.errors import Conflict
+from kvstore.errors import Conflict, Gone, Unavailable
 from kvstore.lifecycle import collector, marking, sweep
 from kvstore.objects import OVERWRITE, Stored, Update
 from kvstore.repo import families, heads, names, root, uploads, writer
@@ -144,6 +144,17 @@ async def _not_that_one(self, place, name, promise):
     return False
 
 
+_meant = writer.Writer._meant
+
+
+async def _given_up(self, place, branch):
+    """I3: what nothing tells of yet is taken for deleted."""
+    try:
+        return await _meant(self, place, branch)
+    except Unavailable as error:
+        raise Gone(error.message) from None
+
+
 async def _forgetting(self):
     """A promise ends with the life that gave it."""
     return 0
@@ -177,6 +188,12 @@ MUTANTS = {
         "a session that was there first does not tell which promise it kept",
         ("I3",),
         [_patch(writer.Writer, "_took_in", _not_that_one)],
+    ),
+    "given_up": Mutant(
+        "a promise that is yet to be kept is taken for a deleted session",
+        ("I3",),
+        [_patch(writer.Writer, "_meant", _given_up)],
+        round=3,
     ),
     "blind_expire": Mutant(
         "expiry by a clock that is a minute fast", ("I5",), [_patch(collector, "expired", _expired_by_any_clock)]

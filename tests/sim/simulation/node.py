@@ -59,10 +59,11 @@ class Local:
         )
         op = self._world.history.ops[int(request.labels["op"])]
         op.lives.append(self._node.life)
+        began = self._world.now
         try:
             receipt = await self._repo.commit(tenant, request.id, request.lane, proposal, self._source)
         except KVTierError as error:
-            self._world.history.dropped(op, error)
+            self._world.history.dropped(op, error, began)
             raise
         self._world.history.committed(op, receipt, self._node.life)
         return receipt
