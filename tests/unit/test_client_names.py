@@ -50,7 +50,9 @@ def test_importing_kvstore_is_light(record_property):
     record_property("import_kvstore_ms", round(float(seconds) * 1000))
     assert {name.partition(".")[0] for name in modules} & set(HEAVY.split()) == set()
     ours = {".".join(name.split(".")[:2]) for name in modules if name.startswith("kvstore.")}
-    assert ours == {f"kvstore.{name}" for name in ("api", "blocks", "client", "codec", "config", "cost", "errors", "ids", "keys", "wire")}
+    assert ours == {
+        f"kvstore.{name}" for name in ("api", "blocks", "client", "codec", "config", "cost", "errors", "ids", "keys", "wire")
+    }
 
 
 def test_an_embedded_node_is_found_by_name():
