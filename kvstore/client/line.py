@@ -122,6 +122,7 @@ class Line:
         """
         if not self._turn.acquire(timeout=patience_s):
             raise TimeoutError
+        answer: wire.ToClient | None
         try:
             self._check()
             self._be_patient(patience_s)
@@ -135,10 +136,10 @@ class Line:
                 raise
             raise self._lose(error) from None
         finally:
+            self._filling.pop(number, None)  # an answer that is still to come is nobody's; what it frees is heard all the same
+            if not good:
+                self._free(number)  # the node does not look there
             self._turn.release()
-        del self._filling[number]
-        if not good or not isinstance(answer, wire.Published) or answer.drained:
-            self._free(number)
         if isinstance(answer, wire.Fault):
             raise answer.problem.error()
         if not isinstance(answer, wire.Published):
@@ -237,13 +238,16 @@ class Line:
     def _heard(self, message: wire.ToClient) -> None:
         if not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._filling:
             self._filling[message.id] = message
-            return
         match message:
             case wire.Drained():
                 self._free(message.id)
+            case wire.Published():
+                if message.drained:
+                    self._free(message.id)
             case wire.Fault():
                 if not message.id:
                     raise message.problem.error()
+                self._free(message.id)
             case wire.Welcome():
                 raise Corrupt("a second welcome")
             case wire.Leased() if message.id in self._unwanted:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _HIGH_WATER: Final = 1 << 20  # answers queued for a client that does not read, beyond which its requests wait
 _AT_ONCE: Final = 1024  # blocks in a request that may be answered at once; the loop does nothing else meanwhile
+_LATE: Final = 0.5  # of the window in use: from there on it is emptied while its client goes on writing
 _lookup: Final = msgspec.msgpack.Decoder(api.Lookup)
 
 
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
         self._unaccounted: Sequence[Pin] = ()
         self._filling: dict[int, _Filling] = {}  # publications whose bytes are still to come
         self._early: dict[int, bool] = {}  # and that are filled, or never will be, before there is room for them
-        self._draining = 0  # publications that are still read from the window
+        self._draining: dict[int, int] = {}  # publications that are still read from the window, and their bytes
         self._drained = asyncio.Event()
         self._drained.set()
         self._ending = False
@@ -235,7 +236,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, message: wire.Ask | wire.Get | wire.Publish) -> None:
         number = message.id
-        if number < 1 or number in self._tasks or number in self._filling:
+        if number < 1 or number in self._tasks or number in self._filling or number in self._draining:
             raise Corrupt(f"request number {number} is in use, or not positive")
         begun, outcome = time.perf_counter(), "ok"
         answer: wire.ToClient | None
@@ -430,13 +431,14 @@ class Connection(asyncio.Protocol):
             _abort(filling.rooms)
 
     def _land(self, number: int, filling: _Filling) -> None:
-        self._draining += 1
+        self._draining[number] = filling.nbytes
         self._drained.clear()
-        self._plane.land(self._tenant, filling.rooms, filling.copy, partial(self._copied, number))
+        soon = sum(self._draining.values()) > self._window.size * _LATE
+        self._plane.land(self._tenant, filling.rooms, filling.copy, partial(self._copied, number), soon=soon)
 
     def _copied(self, number: int) -> None:
         self._send(wire.Drained(number))
-        self._draining -= 1
+        del self._draining[number]
         if not self._draining:
             self._drained.set()
 

@@ -32,7 +32,7 @@ class LocalServer:
         self._service, self._limits, self._observe = service, limits, observe
         self._connections: set[Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
-        self._awake = Awake()
+        self._awake = Awake(lambda: service.plane.copying)
 
     @classmethod
     @asynccontextmanager

@@ -94,8 +94,13 @@ class Plane(Protocol):
         """Room for payloads, if the namespace is at hand; None for each that has none."""
         ...
 
-    def land(self, tenant: str, rooms: Sequence[Any], copy: Callable[[], None], copied: Callable[[], None]) -> None:
-        """Take over rooms that `copy` fills on a thread; `copied` is called on the loop when it has."""
+    @property
+    def copying(self) -> bool:
+        """Whether threads are copying what writers published."""
+        ...
+
+    def land(self, tenant: str, rooms: Sequence[Any], copy: Callable[[], None], copied: Callable[[], None], *, soon: bool) -> None:
+        """Take over rooms that `copy` fills on a thread; `copied` is called on the loop when it has. `soon`: it is waited for."""
         ...
 
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from tiering import Movers
 
@@ -47,8 +47,9 @@ class _Load:
 class Landing:
     """Copies and seals behind the writers' backs.
 
-    Digesting costs as much as copying. So a burst of writes is copied at the speed of memory, and digested when it is over; who
-    asks for one of these blocks meanwhile has it digested at once, and waits for it (`settled`).
+    On two cores whatever is done meanwhile holds the writer up. So a burst of writes lies where it is, and is copied and digested
+    when it is over; its source is copied sooner where it runs out of room. Who asks for one of these blocks meanwhile has it
+    copied and digested at once, and waits for it (`settled`).
 
     Args:
         movers: The threads. Half of them work here at a time: the other cores are the writers'.
@@ -59,20 +60,39 @@ class Landing:
         self._movers, self._limit = movers, unsealed
         self._most = max(1, movers.threads // 2)
         self._loads: deque[_Load] = deque()
+        self._due = 0  # how many of them, from the first on, are to be copied without waiting for the end of the burst
         self._copied: deque[tuple[_Load, Room]] = deque()
         self._unsealed = 0
+        self._reading = 0  # batches that are being copied
         self._pending: dict[_Load, int] = {}  # blocks of each that are not visible yet
         self._working: set[asyncio.Task[None]] = set()
         self._taken = 0.0  # when a load came last
         self._resting: asyncio.TimerHandle | None = None
         self._hurried = 0  # by how many that wait
 
-    def take(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None]) -> None:
-        """Take blocks over: `copy` fills the rooms, on a thread; then the source is free, and `copied` is called on the loop."""
+    @property
+    def copying(self) -> bool:
+        """Whether a source is being read just now."""
+        return self._reading > 0
+
+    def take(
+        self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None], *, soon: bool = False
+    ) -> None:
+        """Take blocks over: `copy` fills the rooms, on a thread; then the source is free, and `copied` is called on the loop.
+
+        Args:
+            tenant: Whose they are.
+            rooms: Where they go.
+            copy: Fills the rooms.
+            copied: Told, once, that the source is not read any more.
+            soon: The source is running out of room: this is not left for the end of the burst.
+        """
         load = _Load(tenant, rooms, copy, copied)
         self._loads.append(load)
         self._pending[load] = len(rooms)
         self._taken = time.monotonic()
+        if soon:
+            self._due = len(self._loads)
         self._start()
 
     def pending(self, tenant: str) -> bool:
@@ -103,19 +123,24 @@ class Landing:
         if len(self._working) < self._most:
             worker = asyncio.create_task(self._work())
             self._working.add(worker)
-            worker.add_done_callback(self._working.discard)
 
     async def _work(self) -> None:
+        try:
+            await self._work_off()
+        finally:  # not by a callback: what is taken before that is called would find nobody
+            self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _work_off(self) -> None:
         while True:
-            if self._loads and self._unsealed < self._limit:
+            if self._loads and self._unsealed < self._limit and (self._due or self._calm()):
                 await self._copy()
-            elif self._copied and self._may_seal():
+            elif self._copied and self._calm():
                 load, room = self._copied.popleft()
                 await self._seal(load, room)
             else:
                 return
 
-    def _may_seal(self) -> bool:
+    def _calm(self) -> bool:
         """Whether nobody is writing just now; otherwise there is a look later."""
         if self._hurried or self._unsealed >= self._limit or time.monotonic() - self._taken > _REST_S:
             return True
@@ -132,7 +157,9 @@ class Landing:
         batch, nbytes = [self._loads.popleft()], 0
         while self._loads and (nbytes := nbytes + batch[-1].nbytes) < _BATCH:
             batch.append(self._loads.popleft())
+        self._due = max(0, self._due - len(batch))
         self._unsealed += sum(load.nbytes for load in batch)
+        self._reading += 1
         try:
             await self._movers.run(_copy_all, batch)
         except Exception:
@@ -141,6 +168,7 @@ class Landing:
                 self._drop(load)
             return
         finally:
+            self._reading -= 1
             for load in batch:
                 load.copied()
         for load in batch:

@@ -109,8 +109,12 @@ class FakePlane:
     def rooms_now(self, tenant, namespace, shard, prefixes, tokens):
         return None
 
-    def land(self, tenant, rooms, copy, copied):
-        self.landing.take(tenant, rooms, copy, copied)
+    @property
+    def copying(self):
+        return self.landing.copying
+
+    def land(self, tenant, rooms, copy, copied, *, soon):
+        self.landing.take(tenant, rooms, copy, copied, soon=soon)
 
     async def settled(self, tenant):
         await self.landing.settled(tenant)

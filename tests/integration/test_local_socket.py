@@ -17,9 +17,10 @@ import pytest
 from fakes.node import SHARD, VERSION, fake_service, filler, links_of, namespace, pattern, payload_of, until
 
 import kvstore
-from kvstore import api, wire
+from kvstore import api, codec, wire
 from kvstore.client.local import LocalTransport
 from kvstore.errors import AlreadyExists, Closed, Denied, Invalid, NotFound, Unavailable, Unsupported
+from kvstore.ids import BlockName
 from kvstore.server.limits import Limits
 from kvstore.server.local import LocalServer
 
@@ -294,6 +295,109 @@ async def test_another_tenants_arena_is_never_handed_over(raw, service):
     assert len(handed) == 2
     assert os.path.samestat(handed[0], mine)
     assert not any(os.path.samestat(each, theirs) for each in handed)
+
+
+async def test_nothing_is_published_into_another_tenants_namespace(raw, service):
+    service.plane.namespaces[NS.id] = NS
+    client = await raw(hello=False)
+    assert isinstance(await asyncio.to_thread(client.hello, tenant="acme"), wire.Welcome)
+    prefix = bytes.fromhex(links_of(NS, 1)[0].prefix_id)
+    for number, filled in ((1, True), (2, False)):
+        fault = await answer(client, wire.Publish(number, NS.id, str(SHARD), prefix, [(16, 0, 65600)], filled=filled))
+        assert (fault.id, fault.problem.kind) == (number, "not_found")
+    fault = await answer(client, get_of(3, links_of(NS, 1)[0]))
+    assert (fault.id, fault.problem.kind) == (3, "not_found")
+    assert [tier.used for tier in service.plane.tiers.values()] == [0, 0]
+
+
+async def test_lease_numbers_of_another_connection_release_nothing(raw, server, service, path):
+    links = links_of(NS, 2)
+    async with kvstore.open(url(path)) as kv:
+        await kv.put(NS, SHARD, links, filler(links))
+    first, second = await raw(), await raw()
+    held = await answer(first, get_of(1, links[0]))
+    assert len(held.offsets) == 1
+    second.send(wire.Release([(held.first, 1), (0, 60_000)]))
+    assert isinstance(await answer(second, get_of(1, links[1])), wire.Leased)
+    assert leased(service) == 2
+
+
+async def test_a_client_killed_while_it_fills_its_window_leaves_no_room_taken(raw, service, server):
+    service.plane.namespaces[NS.id] = NS
+    client = await raw()
+    links = links_of(NS, 3)
+    prefixes = b"".join(bytes.fromhex(link.prefix_id) for link in links)
+    extents = [(16, index * 69632, 65600) for index in range(3)]
+    published = await answer(client, wire.Publish(1, NS.id, str(SHARD), prefixes, extents, filled=False))
+    assert (published.taken, published.drained) == ([True] * 3, False)
+    assert service.plane.tiers["default"].used > 0
+    client.close()
+    await until(lambda: server.connections == 0)
+    assert (service.plane.tiers["default"].used, service.plane.tiers["default"].count) == (0, 0)
+
+
+async def test_no_connection_takes_more_room_than_its_window_has(raw, service):
+    service.plane.namespaces[NS.id] = NS
+    client = await raw()
+    links, most = links_of(NS, 70), LIMITS.window // 65600
+    refused = []
+    for number, link in enumerate(links, 1):  # all name the same bytes of the window
+        got = await answer(
+            client, wire.Publish(number, NS.id, str(SHARD), bytes.fromhex(link.prefix_id), [(16, 0, 65600)], filled=False)
+        )
+        if isinstance(got, wire.Fault):
+            refused.append((number, got.problem.kind))
+    assert refused == [(number, "overloaded") for number in range(most + 1, len(links) + 1)]
+
+
+async def test_a_number_whose_blocks_still_lie_in_the_window_is_in_use(raw, service, server):
+    copied = []
+    service.plane.namespaces[NS.id] = NS
+    service.plane.land = lambda tenant, rooms, copy, done, *, soon: copied.append(done)
+    client = await raw()
+    prefix = bytes.fromhex(links_of(NS, 1)[0].prefix_id)
+    publish = wire.Publish(1, NS.id, str(SHARD), prefix, [(16, 0, 65600)])
+    assert isinstance(await answer(client, publish), wire.Published)
+    fault = await answer(client, publish)
+    assert (fault.id, fault.problem.kind) == (0, "corrupt")
+    [done] = copied
+    assert server.connections == 1  # its window is still read
+    done()
+    await until(lambda: server.connections == 0)
+
+
+async def test_what_one_connection_published_another_finds_at_once(server, path):
+    async with kvstore.open(url(path)) as writer, kvstore.open(url(path)) as reader:
+        for turn in range(5):
+            links = links_of(NS, 8, start=turn)
+            assert await writer.put(NS, SHARD, links, filler(links)) == [True] * 8
+            with await reader.get(NS, SHARD, links, reach="dram") as blocks:
+                assert [payload_of(NS, lease) for lease in blocks.leases] == [pattern(link, 65600) for link in links]
+
+
+async def test_a_window_overwritten_before_it_is_drained_spoils_the_writers_block_alone(raw, server, service, path):
+    links = links_of(NS, 2)
+    async with kvstore.open(url(path)) as kv:
+        await kv.put(NS, SHARD, links[:1], filler(links))
+    client = await raw()
+    with mmap.mmap(client.fds[1], LIMITS.window) as window:
+        window[:65600] = pattern(links[1], 65600)
+        publish = wire.Publish(1, NS.id, str(SHARD), bytes.fromhex(links[1].prefix_id), [(16, 0, 65600)])
+        assert isinstance(await answer(client, publish), wire.Published)
+
+        def overwrite():
+            for byte in range(256):
+                window[:65600] = bytes([byte]) * 65600
+
+        overwriting = asyncio.create_task(asyncio.to_thread(overwrite))
+        await service.plane.settled("default")
+        await overwriting
+    leases, _ = await service.plane.get("default", NS.id, SHARD, links, deadline_ms=0, reach="dram")
+    assert payload_of(NS, leases[0]) == pattern(links[0], 65600)
+    name = BlockName(NS.id, SHARD, links[1].prefix_id, links[1].tokens)
+    codec.verify(leases[1].view, name, NS)  # digested as it landed: whoever reads it gets one and the same bytes
+    for lease in leases:
+        lease.release()
 
 
 async def test_each_connection_has_a_window_of_its_own(raw):

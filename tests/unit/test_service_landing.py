@@ -30,7 +30,7 @@ async def movers():
         yield movers
 
 
-def take(landing, log, byte, nbytes=4096, tenant="a", fails=False, broken=False):
+def take(landing, log, byte, nbytes=4096, tenant="a", fails=False, broken=False, soon=False):
     place = Place(nbytes, log)
     place.fails = fails
 
@@ -39,7 +39,7 @@ def take(landing, log, byte, nbytes=4096, tenant="a", fails=False, broken=False)
             raise OSError("gone")
         place.payload[:] = bytes([byte]) * nbytes
 
-    landing.take(tenant, [place], copy, lambda: log.append(("copied", bytes([byte]))))
+    landing.take(tenant, [place], copy, lambda: log.append(("copied", bytes([byte]))), soon=soon)
     return place
 
 
@@ -96,3 +96,17 @@ async def test_what_cannot_be_copied_or_digested_is_dropped_alone(movers, caplog
     assert not landing.pending("a")
     assert caplog.text.count("could not be copied") == 1
     assert caplog.text.count("was dropped") == 1
+
+
+async def test_a_burst_is_copied_when_it_is_over_unless_its_source_runs_out_of_room(movers):
+    landing, log = Landing(movers, 1 << 20), []
+    take(landing, log, 1)
+    await asyncio.sleep(0)
+    assert not landing.copying
+    take(landing, log, 2, soon=True)
+    take(landing, log, 3)
+    await asyncio.sleep(0)
+    assert landing.copying  # what is due, in one visit to a thread
+    await landing.settled("a")
+    assert not landing.copying
+    assert [kind for kind, _ in log] == ["copied"] * 3 + ["sealed"] * 3

@@ -1,0 +1,117 @@
+"""The blocking connection beside a node that is late, lies, or goes away in the middle of an answer."""
+
+import mmap
+import os
+import socket
+
+import pytest
+
+from kvstore import wire
+from kvstore.client.handshake import Met
+from kvstore.client.line import Line
+from kvstore.errors import Unavailable
+from kvstore.ids import Shard
+
+PAGES = 1 << 16
+
+
+class Node:
+    """The other end of a line."""
+
+    def __init__(self, far):
+        self.far = far
+        far.settimeout(5)
+
+    def say(self, *messages):
+        self.far.sendall(b"".join(map(wire.frame, messages)))
+
+    def hear(self):
+        length = wire.body_length(self.far.recv(4, socket.MSG_WAITALL))
+        return wire.parse_to_node(self.far.recv(length, socket.MSG_WAITALL))
+
+
+@pytest.fixture
+def pair():
+    near, far = socket.socketpair()
+    welcome = wire.Welcome(wire.PROTOCOL, "0.1.0", "n", PAGES, PAGES)
+    line = Line(Met(near, welcome, mmap.mmap(-1, PAGES), mmap.mmap(-1, PAGES)), lambda *_: None)
+    yield line, Node(far)
+    line.close()
+    far.close()
+
+
+def get(number):
+    return wire.Get(number, "ns", str(Shard()), b"\0" * 32, [1], 0, "dram", wait=False)
+
+
+def test_leases_that_come_too_late_are_given_back_with_the_next_request(pair):
+    line, node = pair
+    with pytest.raises(TimeoutError):
+        line.ask(get, 0.01)
+    late = node.hear()
+    node.say(wire.Leased(late.id, 7, [0, 4096], [4096, 4096], ""), wire.Later(late.id + 1))
+    assert line.ask(get, 5) == wire.Later(late.id + 1)  # not the late one
+    assert node.hear().id == late.id + 1
+    node.say(wire.Later(late.id + 2))
+    line.ask(get, 5)
+    assert node.hear().id == late.id + 2
+    assert node.hear() == wire.Release([(7, 2)])
+    assert line.alive
+
+
+def test_a_line_that_breaks_in_the_middle_of_an_answer_is_lost_for_good(pair):
+    line, node = pair
+    node.far.sendall(wire.frame(wire.Leased(1, 1, [0], [4096], ""))[:-3])
+    node.far.shutdown(socket.SHUT_WR)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            line.ask(get, 5)
+    assert not line.alive
+
+
+def test_a_forked_child_cannot_speak_for_its_parent(pair):
+    line, node = pair
+    child = os.fork()
+    if not child:
+        try:
+            line.ask(get, 0.2)
+        except BaseException:  # noqa: BLE001  whatever it is: it did not get through
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    node.say(wire.Later(1))
+    assert line.ask(get, 5) == wire.Later(1)
+    assert node.hear().id == 1
+    node.far.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        node.far.recv(1)
+
+
+def test_a_publication_that_was_not_answered_in_time_keeps_its_place_in_the_window(pair):
+    line, node = pair
+    extents = line.take_room([PAGES], PAGES)
+    number = line.publish(
+        lambda number: wire.Publish(number, "ns", str(Shard()), b"\0" * 32, [(1, 0, PAGES)], filled=False), extents
+    )
+    with pytest.raises(TimeoutError):
+        line.filled(number, good=True, patience_s=0.01)
+    assert line.take_room([4096], 4096) == []  # the node may be reading it
+    node.say(wire.Published(number, [True], False))
+    line.listen()
+    assert line.take_room([4096], 4096) == []
+    node.say(wire.Drained(number))
+    line.listen()
+    assert line.take_room([4096], 4096) == [(0, 4096)]
+
+
+def test_a_late_answer_to_what_was_given_up_frees_its_place_in_the_window(pair):
+    line, node = pair
+    extents = line.take_room([PAGES], PAGES)
+    number = line.publish(
+        lambda number: wire.Publish(number, "ns", str(Shard()), b"\0" * 32, [(1, 0, PAGES)], filled=False), extents
+    )
+    with pytest.raises(TimeoutError):
+        line.filled(number, good=True, patience_s=0.01)
+    node.say(wire.Published(number, [False], True))
+    line.listen()
+    assert line.take_room([4096], 4096) == [(0, 4096)]
