@@ -4,6 +4,7 @@ Every round measures every case once, in random order, each after an untimed pas
 is the median over rounds of a case's value by its baseline's in the same round.
 
     python benchmarks/data_plane.py [--json] [--rounds 5] [--sizes 2,8,32] [--rows dram_get_copy,...] [--folder DIR] [--peers KIT]
+        [--moved 100]
                                     [--trace FILE]
 
 With a trace, rows named policy come first: hit rates of eviction, as `benchmarks/policy.py` measures them.
@@ -25,6 +26,7 @@ import msgspec
 import policy
 from _cases import MIB, Result
 from _workers import Worker, start_ours, start_peers
+from memory import resident
 
 
 class Row(NamedTuple):
@@ -138,14 +140,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="2,8,32", help="MiB")
-    parser.add_argument("--rows", default=",".join(ROWS), help="which ones")
+    parser.add_argument("--rows", default=",".join([*ROWS, "memory"]), help="which ones")
+    parser.add_argument("--moved", type=float, default=100, help="GB that go through a node before its memory is measured")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     parser.add_argument("--peers", type=Path, help="the kit with workers for other systems")
     parser.add_argument("--trace", type=Path, help="the conversation trace, for the policy's rows")
     asked = parser.parse_args()
     if asked.trace:
         policy.tell(policy.rows("conversation", policy.read(asked.trace), policy.CAPACITIES))
-    chosen = {name: ROWS[name] for name in asked.rows.split(",")}
+    names = asked.rows.split(",")
+    chosen = {name: ROWS[name] for name in names if name != "memory"}
     modules = list(dict.fromkeys(row.module for row in chosen.values()))
     with ExitStack() as lifetime:
         ours = start_ours(modules, asked.folder, lifetime)
@@ -156,8 +160,13 @@ def main() -> None:
             wanted = [(worker, case) for worker in ours for case in worker.cases if case in needed]
             patterns = [row.peers for row in rows.values() if row.peers]
             wanted += [(peer, case) for peer in peers for case in peer.cases if any(re.fullmatch(p, case) for p in patterns)]
+            if not rows:
+                continue
             for line in lines(measure([*ours, *peers], wanted, size, asked.rounds), rows, size):
                 print(msgspec.json.encode(line).decode() if asked.json else _table(line), flush=True)
+    if "memory" in names:
+        line = resident(asked.moved, asked.folder)
+        print(msgspec.json.encode(line).decode() if asked.json else _table(line), flush=True)
 
 
 if __name__ == "__main__":
