@@ -45,7 +45,7 @@ class _Batch:
         """One value's outcome."""
         self.kept[index] = kept
         self.open -= 1
-        if not self.open and self._over is not None:
+        if not self.open and self._over is not None and not self._over.done():  # a loop that ends cancels even whoever is shielded
             self._over.set_result(None)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstore.client.fork import Birth
@@ -15,6 +16,7 @@ from kvstore.errors import Closed, Invalid
 
 R = TypeVar("R")
 _JOIN_S: Final = 5.0
+_LOOK_S: Final = 0.5
 
 
 Goodbye = Callable[[], Coroutine[Any, Any, None]]
@@ -46,6 +48,7 @@ class Background:
             Closed: After `close`; kind `forked` in a child process.
             Invalid: On the loop's own thread, which would wait for itself.
         """
+        future, handed = concurrent.futures.Future[R](), False
         try:
             self._birth.check()
             if threading.current_thread() is self._thread:
@@ -53,16 +56,16 @@ class Background:
             with self._submitting:
                 if self._closed:
                     raise Closed("this client is closed")  # noqa: TRY301  the coroutine below is closed in every case
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except BaseException:
-            work.close()
-            raise
-        try:
-            return future.result()
+                handed = True  # before it is: an interrupt in the middle of it leaves open whether the loop has it
+                self._loop.call_soon_threadsafe(_begin, self._loop, work, future)
+            return _outcome(future)
         except concurrent.futures.CancelledError:
             raise Closed("this client was closed meanwhile") from None
         except BaseException:
-            future.cancel()
+            if handed:
+                future.cancel()
+            else:
+                work.close()
             raise
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -76,6 +79,48 @@ class Background:
             with self._submitting:
                 self._closed = True
             self._stop()
+
+
+def _begin(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, R], future: concurrent.futures.Future[R]) -> None:
+    """On the loop. Unlike with `asyncio.run_coroutine_threadsafe`, who is interrupted meanwhile can still take it back."""
+    if future.cancelled():
+        work.close()
+        return
+    task = loop.create_task(work)
+    task.add_done_callback(partial(_tell, future))
+    future.add_done_callback(partial(_withdraw, loop, task))
+
+
+def _tell(future: concurrent.futures.Future[R], task: asyncio.Task[R]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        future.cancel()
+    elif not future.set_running_or_notify_cancel():
+        return  # nobody waits any more
+    elif error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
+
+
+def _withdraw(loop: asyncio.AbstractEventLoop, task: asyncio.Task[R], future: concurrent.futures.Future[R]) -> None:
+    if future.cancelled():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the task with it
+            loop.call_soon_threadsafe(task.cancel)
+
+
+def _outcome(future: concurrent.futures.Future[R]) -> R:
+    """Wait for it, in turns.
+
+    A signal that comes just before a thread falls asleep does not wake it: CPython looks for signals, and then waits for the lock.
+    A Ctrl-C would go unheard until the answer comes.
+    """
+    while not future.done():
+        try:
+            return future.result(_LOOK_S)
+        except TimeoutError:  # of this wait, or the coroutine's own
+            pass
+    return future.result()
 
 
 def _work(loop: asyncio.AbstractEventLoop, goodbyes: list[Goodbye]) -> None:

@@ -203,13 +203,15 @@ def test_the_interpreter_exits_with_an_open_client(node, how):
     node.until(lambda: node.server.connections == 0)
 
 
-def test_ctrl_c_ends_a_waiting_call(node):
+@pytest.mark.parametrize("interrupt", ["os.kill, (os.getpid(), signal.SIGINT)", "_thread.interrupt_main"])
+def test_ctrl_c_ends_a_waiting_call(node, interrupt):
+    """`interrupt_main` is a signal that came just before the thread fell asleep: it does not wake it."""
     script = (
-        "import os, signal, sys, threading, kvstore\n"
+        "import _thread, os, signal, sys, threading, kvstore\n"
         "kv = kvstore.open_sync(sys.argv[1])\n"
         "status = kv.restore('x')\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "try:\n"
+        f"    threading.Timer(0.3, {interrupt}).start()\n"
         "    kv.wait(status)\n"
         "except KeyboardInterrupt:\n"
         "    print(kv.health().ok)\n"
@@ -217,6 +219,29 @@ def test_ctrl_c_ends_a_waiting_call(node):
     )
     ended = run(script, url=f"kvtier+unix://{node.path}")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
+
+
+def test_an_interrupt_while_a_call_is_handed_over_is_no_other_error(kv, monkeypatch):
+    loop, ended = kv._background._loop, threading.Event()
+    real = loop.call_soon_threadsafe
+
+    def interrupted(*call, **options):
+        monkeypatch.undo()
+        real(*call, **options)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), loop).result(10)  # it has begun
+        raise KeyboardInterrupt
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kv._background.run(work())
+    assert ended.wait(10)
+    assert kv.health().ok
 
 
 FORKS = """

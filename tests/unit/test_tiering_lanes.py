@@ -209,6 +209,29 @@ async def test_values_that_come_together_share_a_commit_and_what_was_written_is_
         assert tier.stats.bytes_in == 64 * 200_000
 
 
+async def test_a_loop_that_ends_in_the_middle_of_a_write_is_no_error(tmp_path, monkeypatch, caplog):
+    """`asyncio.run` cancels every task, whoever is shielded, too."""
+    real, started, go = os.pwritev, threading.Event(), threading.Event()
+
+    def slow(*args):
+        started.set()
+        go.wait(10)
+        return real(*args)
+
+    async with disk(tmp_path / "t") as tier:
+        before = asyncio.all_tasks()
+        monkeypatch.setattr("tiering.slab.os.pwritev", slow)
+        storing = asyncio.create_task(put(tier, 1))
+        await asyncio.to_thread(started.wait)
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        await asyncio.gather(storing, return_exceptions=True)
+        go.set()
+        assert await tier.flush([key_of(1)]) == [True]
+    assert "InvalidStateError" not in caplog.text
+
+
 async def test_a_policy_declines_what_nobody_relies_on(tmp_path):
     class Second(Lru):
         """Admits a key when it is asked for a second time."""
