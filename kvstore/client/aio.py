@@ -410,8 +410,9 @@ class Client:
             namespace: Theirs.
             shard: Whose part of each.
             links: The blocks.
-            fill: Called with (i, payload), in order, on some thread, to copy the tensors of `links[i]` into `payload`. When this
-                call is over, cancelled or not, it is not called any more.
+            fill: Called with (i, payload), in order, on some thread, to copy the tensors of `links[i]` into `payload`: the layers',
+                then the token ids, each where :func:`kvstore.codec.layout` says (examples/blocks.py does it). When this call is
+                over, cancelled or not, it is not called any more.
         """
         await self._id(namespace)
         return await self._transport.put(namespace, shard, links, fill)
