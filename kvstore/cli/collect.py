@@ -47,7 +47,7 @@ def collect(
     """
     request = api.Collect(dry_run=dry_run, now=now, reap=reap, purge_versions=purge)
     if store or config is not None or settings or data is not None:
-        loaded = read(config, settings, {"store.url": store} if store else None)
+        loaded = read(config, settings, {"store.url": store})
         done = asyncio.run(_directly(loaded.settings, data_folder(data), request, form))
     else:
         with open_sync(url) as kv:

@@ -24,6 +24,9 @@ SetOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="One setting, over file and environment; may be repeated."),
 ]
+StoreOption: TypeAlias = Annotated[
+    str, typer.Option("--store", metavar="URL", help="Which bucket, s3://bucket/prefix?...; the configured one by default.")
+]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The configuration in force.")
 
@@ -65,7 +68,7 @@ def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | N
     Args:
         path: As `--config`.
         flags: As `--set`.
-        more: Further flags by `section.field`; `--set` wins over them.
+        more: Further flags by `section.field`, "" where one was not given; `--set` wins over them.
 
     Raises:
         NotFound: A file was named and is not there.
@@ -79,7 +82,8 @@ def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | N
         text = path.read_text() if path else ""
     except (OSError, UnicodeDecodeError) as error:
         raise Invalid(f"{path} cannot be read: {error}") from None
-    return load(toml=text, toml_name=str(path or ""), env=os.environ, flags={**(more or {}), **dict(map(_setting, flags or []))})
+    given = {name: value for name, value in (more or {}).items() if value}
+    return load(toml=text, toml_name=str(path or ""), env=os.environ, flags={**given, **dict(map(_setting, flags or []))})
 
 
 def _setting(text: str) -> tuple[str, str]:

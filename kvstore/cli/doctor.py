@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvstore.cli import bucket, machine, output
-from kvstore.cli.config import ConfigOption, SetOption, read
+from kvstore.cli.config import ConfigOption, SetOption, StoreOption, read
 from kvstore.cli.embedded import DataOption, beside, data_folder, in_folder, used_by_up
 from kvstore.cli.machine import Finding
 from kvstore.cli.output import Format, FormatOption
@@ -24,6 +24,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def doctor(
+    store: StoreOption = "",
     config: ConfigOption = None,
     settings: SetOption = None,
     data: DataOption = None,
@@ -33,7 +34,7 @@ def doctor(
 
     Writes two small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
     """
-    folder, loaded = data_folder(data), read(config, settings)
+    folder, loaded = data_folder(data), read(config, settings, {"store.url": store})
     if not loaded.settings.store.url and used_by_up(folder):
         loaded = read(config, settings, in_folder(loaded, folder))
     failed = asyncio.run(_examine(loaded.settings, folder, form))

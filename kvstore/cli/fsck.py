@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kvstore.cli import output
-from kvstore.cli.config import ConfigOption, SetOption, read
+from kvstore.cli.config import ConfigOption, SetOption, StoreOption, read
 from kvstore.cli.embedded import DataOption, data_folder
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.repository import repository
@@ -27,6 +27,7 @@ def fsck(
     *,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what may be mended; a version that lost a block is cut.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also read every named block and verify its digests.")] = False,
+    store: StoreOption = "",
     data: DataOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
@@ -36,7 +37,8 @@ def fsck(
 
     Safe beside live nodes. Ends with 1 where something that a session names is missing or damaged.
     """
-    report = asyncio.run(_check(read(config, settings).settings, data_folder(data), repair=repair, deep=deep))
+    loaded = read(config, settings, {"store.url": store})
+    report = asyncio.run(_check(loaded.settings, data_folder(data), repair=repair, deep=deep))
     if form is Format.json:
         output.print_json({**msgspec.structs.asdict(report), "clean": report.clean})
     else:

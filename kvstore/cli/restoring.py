@@ -72,9 +72,11 @@ def hint(
     form: FormatOption = Format.table,
 ) -> None:
     """Say what is about to happen to a session, so that its blocks are in memory when they are needed. Only advice."""
-    in_s = float(parse_seconds(in_, "--in")) if in_ else None
+    happens, in_s = _event(event), float(parse_seconds(in_, "--in")) if in_ else None
+    if (in_s is not None) + (at is not None) != (happens == "resume_at"):
+        raise Invalid("resume_at needs one of --in and --at, and no other event takes one", remedy="as in: resume_at --in 20s")
     with open_sync(url) as kv:
-        hinted = kv.hint(id, event=_event(event), at=at, in_s=in_s, namespace=whole(kv, namespace), lane=lane)
+        hinted = kv.hint(id, event=happens, at=at, in_s=in_s, namespace=whole(kv, namespace), lane=lane)
     if form is Format.json:
         output.print_json(hinted)
     else:

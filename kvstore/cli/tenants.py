@@ -50,7 +50,7 @@ def rm(
     if not yes:
         typer.confirm(f"Drop every session of tenant {tenant!r}?", abort=True, err=True)
     if store or config is not None or settings or data is not None:
-        loaded = read(config, settings, {"store.url": store} if store else None)
+        loaded = read(config, settings, {"store.url": store})
         dropped = asyncio.run(_directly(loaded.settings, data_folder(data), tenant))
     else:
         with open_sync(url) as kv:

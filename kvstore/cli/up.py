@@ -44,7 +44,7 @@ def up(
 
 
 async def _up(folder: Path, store: str, config: Path | None, flags: list[str] | None, form: Format) -> None:
-    named = {"store.url": store} if store else {}
+    named = {"store.url": store}
     loaded = read(config, flags, named)
     async with AsyncExitStack() as lifetime:
         if not loaded.settings.store.url:

@@ -55,7 +55,7 @@ def test_a_healthy_store(store, tmp_path):
 
 @pytest.mark.seaweed
 def test_the_table_says_what_to_do(store):
-    result = CliRunner().invoke(app, ["doctor", "--set", f"store.url={store}"], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["doctor", "--store", store], catch_exceptions=False)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     warned = next(index for index, line in enumerate(lines) if line.startswith("warn disk"))

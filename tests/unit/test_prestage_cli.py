@@ -42,3 +42,5 @@ def test_hints(kvtier):
     assert len(hinted["restore_id"]) == 32
     assert kvtier("hint", "chat", "resume_at", "--in", "10m") == "taken\n"
     assert "tool_start, tool_return, resume_at or final" in kvtier("hint", "chat", "soon", code=2)
+    for times in (["resume_at"], ["resume_at", "--in", "10m", "--at", "1"], ["final", "--in", "10m"]):
+        assert "one of --in and --at" in kvtier("hint", "chat", *times, code=2)

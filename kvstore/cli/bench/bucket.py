@@ -41,7 +41,7 @@ async def measure(settings: Settings, ask: Ask, seconds: float) -> AsyncIterator
                 for parallel, share in ((1, 0.2), (MANY, 0.25)):
                     yield await bench.get(parallel, share * seconds)
         except TimeoutError:
-            raise Unavailable("the bucket took too long", remedy="try `kvtier doctor`, or more --seconds") from None
+            raise Unavailable("the bucket took too long", remedy="leave --quick out, or see what `kvtier doctor` says") from None
         finally:
             await bench.clean()
 

@@ -66,7 +66,7 @@ def bench(
     ask = Ask(
         size=nbytes // BLOCK * BLOCK, block=BLOCK, object=_QUICK_OBJECT if quick else BLOCK, seconds=_QUICK_S if quick else _SECONDS
     )
-    loaded = read(config, settings, {"store.url": store} if store else None).settings
+    loaded = read(config, settings, {"store.url": store}).settings
     folder = _existing(path or Path(loaded.nvme.path or data_folder(data)).expanduser(), named=path is not None)
     disk.refuse_more_than_there_is(folder, ask)
     memory.refuse_more_than_there_is(ask)
