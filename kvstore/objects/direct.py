@@ -67,6 +67,10 @@ class Direct:
         answer = await self._ask("GET", key, credentials, headers=headers, into=target, arrived=arrived)
         if answer.status == (206 if span else 200):
             meta = _meta(key, answer)
+            if span and answer.headers["content-range"] != _range(span[0], min(span[1], meta.size), meta.size):
+                raise no_answer(what, "the store answered with another range than the one asked for")
+            if span and len(answer.body) != min(span[1], meta.size) - span[0]:
+                raise no_answer(what, "the store answered with a part of the range")
             return Got(answer.body, meta.etag, meta.size, meta.modified)
         if answer.status in {200, 206}:
             raise no_answer(what, "the store ignores Range")
@@ -149,6 +153,10 @@ class Direct:
             limit=limit,
             abortable=method != "PUT",
         )
+
+
+def _range(start: int, end: int, whole: int) -> str:
+    return f"bytes {start}-{end - 1}/{whole}"
 
 
 def _absent(answer: Answer, what: str) -> Absent:

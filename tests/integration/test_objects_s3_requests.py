@@ -363,3 +363,32 @@ async def test_the_clock_is_the_stores(fake_s3, fake_store):
         ahead = await store.now()
         fake_s3.skew = 0.0
         assert ahead - await store.now() == pytest.approx(3600, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Content-Range": f"bytes 0-{(1 << 20) - 1}/{len(BIG)}"}, BIG[: 1 << 20]),  # another part
+        ({}, BIG[1 << 19 : 1 << 20]),  # less than it says, and the rest of the reader's memory is what was there before
+        (
+            {"Content-Range": f"bytes {1 << 19}-{(1 << 20) - 1}/{1 << 20}"},
+            BIG[1 << 19 : 1 << 20],
+        ),  # of a shorter object: as it says
+        ({"Content-Range": "bytes */9"}, None),
+        ({"Content-Range": "9"}, None),
+    ],
+    ids=["another", "part", "shorter", "unsatisfied", "nonsense"],
+)
+async def test_another_range_than_the_one_asked_for_is_no_answer(fake_s3, fake_store, headers, body, request):
+    start, end = 1 << 19, (1 << 19) + (1 << 20)
+    async with fake_store() as store:
+        await store.put("k", BIG, OVERWRITE)
+        into = memoryview(bytearray(end - start))
+        fake_s3.on("GET", headers=headers, body=body)
+        if "shorter" in request.node.name:
+            got = await store.get("k", range=(start, end), into=into)
+            assert (got.size, bytes(got.data)) == (1 << 20, body)
+        else:
+            with pytest.raises(Unavailable):
+                await store.get("k", range=(start, end), into=into)
+        assert bytes((await store.get("k", range=(start, end), into=into)).data) == BIG[start:end]
