@@ -68,3 +68,5 @@ if __name__ == "__main__":
         main(sys.argv[1], Path(sys.argv[2]).read_text())
     except KVTierError as error:
         sys.exit(f"error: {error.message}\n  {error.remedy}")
+    except OSError as error:
+        sys.exit(f"error: {error}")
