@@ -152,9 +152,11 @@ class Line:
             return  # whoever has the turn hears it
         try:
             self._check()
-            while self._read(socket.MSG_DONTWAIT):
-                while (message := self._message()) is not None:
+            while True:
+                while (message := self._message()) is not None:  # first what came along with an answer
                     self._heard(message)
+                if not self._read(socket.MSG_DONTWAIT):
+                    break
         except (OSError, KVTierError) as error:
             raise self._lose(error) from None
         finally:

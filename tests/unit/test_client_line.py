@@ -115,3 +115,20 @@ def test_a_late_answer_to_what_was_given_up_frees_its_place_in_the_window(pair):
     node.say(wire.Published(number, [False], True))
     line.listen()
     assert line.take_room([4096], 4096) == [(0, 4096)]
+
+
+def test_room_that_comes_free_together_with_another_answer_is_seen(pair):
+    """Nothing more may come: whoever waits for room would wait for ever, and every write after it."""
+    line, node = pair
+    numbers = []
+    for offset in (0, PAGES // 2):
+        extents = line.take_room([PAGES // 2], PAGES)
+        blocks = [(1, offset, PAGES // 2)]
+        numbers.append(
+            line.publish(lambda number, b=blocks: wire.Publish(number, "ns", str(Shard()), b"\0" * 32, b, filled=False), extents)
+        )
+    node.say(*(wire.Published(number, [True], False) for number in numbers), *(wire.Drained(number) for number in numbers))
+    for number in numbers:
+        assert line.filled(number, good=True, patience_s=5) == [True]
+    line.listen()
+    assert line.take_room([PAGES], PAGES) == [(0, PAGES)]
