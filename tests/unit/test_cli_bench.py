@@ -29,8 +29,8 @@ def test_models_are_known_by_name_or_by_their_dimensions():
 def test_restoring_is_compared_with_computing():
     found = {
         "dram_get": Line(name="dram_get", value=8.0, unit="GB/s"),
-        "dram_lease": Line(name="dram_lease", p50_ms=0.02),
-        "bucket_get_1": Line(name="bucket_get_1", value=0.1, p50_ms=20.0),
+        "dram_lease": Line(name="dram_lease", value=20.0, unit="us", p50_ms=0.02),
+        "bucket_get_1": Line(name="bucket_get_1", value=0.1, unit="GB/s", p50_ms=20.0),
         "bucket_get_8": Line(name="bucket_get_8", value=0.4, unit="GB/s"),
         "nvme_get": Line(name="nvme_get", error="no"),
     }
@@ -45,6 +45,10 @@ def test_restoring_is_compared_with_computing():
     assert f"{4096 / bucket.value:,.0f} tokens/s" in bucket.note
     alone = next(estimates(found, KNOWN["llama-3.1-8b"], 4096, 0.0))
     assert (alone.baseline, alone.ratio) == (None, None)
+    del found["bucket_get_8"], found["dram_get"]  # there was no time for them: one at a time has to do, and a lease has no speed
+    [cautious] = estimates(found, KNOWN["llama-3.1-8b"], 4096, 0.0)
+    assert cautious.name == "restore_bucket"
+    assert cautious.value == pytest.approx(nbytes / (found["bucket_get_1"].value * 1e9) + 0.020)
 
 
 def test_a_part_ends_with_its_time_and_measures_once_in_any_case():
