@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 DEADLINE_MS: Final = 60_000
 MAX_REMEMBERED: Final = 4096  # sessions whose version is remembered for the next commit
 _BEHIND: Final = 8
+_ASKED_AGAIN: Final = {"outcome_unknown": 0.0, "promise_pending": 0.5}  # once, after so many seconds: another node is at it
 _PUT_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)  # a node under load drops what it cannot take: offer it again, then give up
 
 
@@ -365,8 +366,9 @@ class SessionCache:
         try:
             receipt = self._kv.commit(session_id, **settings)
         except Unavailable as error:
-            if error.kind != "outcome_unknown":
+            if error.kind not in _ASKED_AGAIN:
                 raise
+            time.sleep(_ASKED_AGAIN[error.kind])
             receipt = self._kv.commit(session_id, **settings)  # it may have landed: then this, by its write id, is the same commit
         self._remember(session_id, receipt)
         return receipt if taken == len(links) else msgspec.structs.replace(receipt, cut=True)

@@ -28,6 +28,7 @@ class FakeClient:
         self.refuse_puts = 0  # so many offers are not taken
         self.receipts = {}  # by write id
         self.lost_answers = 0  # so many commits land, and nobody hears of it
+        self.lost_how = "outcome_unknown"
         self.down = None  # an error that every call raises
         self.dies_while_read = False
         self._numbers = count()
@@ -144,7 +145,7 @@ class FakeClient:
     def _answer(self, receipt):
         if self.lost_answers:
             self.lost_answers -= 1
-            raise Unavailable("commit: the node did not answer", kind="outcome_unknown")
+            raise Unavailable("commit: the node did not answer", kind=self.lost_how)
         return receipt
 
     def _state(self, session, namespace):

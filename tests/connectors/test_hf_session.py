@@ -326,8 +326,9 @@ def test_a_node_that_takes_no_more_commits_the_beginning(model, kv, sessions, pr
         sessions.commit("other", prompt(80)[:, 5:], prefill(model, prompt(80)[:, 5:]))
 
 
-def test_a_commit_whose_answer_is_lost_lands_once(model, kv, sessions, prompt, prefill):
-    kv.lost_answers = 1
+@pytest.mark.parametrize("how", ["outcome_unknown", "promise_pending"])
+def test_a_commit_whose_answer_is_lost_lands_once(model, kv, sessions, prompt, prefill, how):
+    kv.lost_answers, kv.lost_how = 1, how
     assert sessions.commit("s", prompt(40), prefill(model, prompt(40))).version == 1
     kv.lost_answers = 2
     with pytest.raises(Unavailable, match="did not answer"):
