@@ -222,16 +222,18 @@ def test_ctrl_c_ends_a_waiting_call(node, interrupt):
 
 
 def test_an_interrupt_while_a_call_is_handed_over_is_no_other_error(kv, monkeypatch):
-    loop, ended = kv._background._loop, threading.Event()
+    loop, begun, ended = kv._background._loop, threading.Event(), threading.Event()
     real = loop.call_soon_threadsafe
 
     def interrupted(*call, **options):
         monkeypatch.undo()
         real(*call, **options)
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), loop).result(10)  # it has begun
+        begun.wait(10)
         raise KeyboardInterrupt
 
     async def work():
+        begun.set()
+        time.sleep(0.2)  # noqa: ASYNC251  it is running just now, not waiting
         try:
             await asyncio.sleep(60)
         finally:
