@@ -9,13 +9,13 @@ of a client is its own; SeaweedFS is the limit on two cores.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import operator
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
+from http.client import OK, HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ class Bare:
         self._rig, self._pool = rig, pool
         address = rig.settings.address()
         self._host, self._port, self._authority, self._path = address.host, address.port, address.authority, address.path
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[HTTPConnection] = []
         self._store = Obstore(
             rig.settings.bucket,
             endpoint=address.url,
@@ -280,8 +280,8 @@ class Bare:
         answer.read()
         self._idle.append(connection)
 
-    def _ask(self, method: str, key: str, body: memoryview | None) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
-        connection = self._idle.pop() if self._idle else http.client.HTTPConnection(self._host, self._port)
+    def _ask(self, method: str, key: str, body: memoryview | None) -> tuple[HTTPResponse, HTTPConnection]:
+        connection = self._idle.pop() if self._idle else HTTPConnection(self._host, self._port)
         path = f"{self._path}/{key}"
         headers = sign(
             self._rig.credentials,
@@ -296,8 +296,8 @@ class Bare:
         )
         connection.request(method, path, body=body, headers=headers)
         answer = connection.getresponse()
-        assert answer.status == http.client.OK, answer.read()
+        assert answer.status == OK, answer.read()
         return answer, connection
 
     def _obstore_get(self, key: str, into: memoryview) -> None:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(obstore.get(self._store, key).bytes(), np.uint8))
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(memoryview(obstore.get(self._store, key).bytes()), np.uint8))

@@ -112,8 +112,8 @@ class Commit(OfSession, frozen=True, kw_only=True):
     Attributes:
         base_version: The version it was built on; 0 creates the session where the name is free.
         branch: The session that `base_version` is a version of, as `Session.branch` or `Receipt.branch` says it. Where the id has
-            come to mean another one, whose versions are counted from 1 as well, the answer is `Gone`; where a promise is not yet kept,
-            `Unavailable`, kind `promise_pending`. "" where the caller does not know.
+            come to mean another one, whose versions are counted from 1 as well, the answer is `Gone`; where a promise is not yet
+            kept, `Unavailable`, kind `promise_pending`. "" where the caller does not know.
         base_prefix_id: The last block of `base_version`, as the caller knows it; "" where it does not. Where that version ends
             with another one, and would be replaced, the answer is `Conflict`: a promise that could not be kept leaves its number
             to somebody else's version.

@@ -96,6 +96,7 @@ class SeaweedFS:
         lock = _lock(folder)
         try:
             state = _remembered(folder / "seaweed.json")
+            _sweep(state.ports)  # they are free: what is there is left from a server that was killed
             with (folder / "seaweed.log").open("wb") as log:
                 process = subprocess.Popen(
                     [
@@ -184,11 +185,13 @@ class SeaweedFS:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        _sweep(self._ports)
 
     def kill(self) -> None:
         """As a power cut would end it."""
         self._process.kill()
         self._process.wait()
+        _sweep(self._ports)
 
     def _last_words(self) -> str:
         with suppress(OSError):
@@ -263,6 +266,14 @@ def _free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _sweep(ports: dict[str, int]) -> None:
+    """Remove the Unix sockets that a server which has ended left in /tmp: several for each start, and it removes none."""
+    for name, port in ports.items():
+        for left in (f"{name}-{port}", f"{name}-grpc-{port + 1}"):
+            with suppress(OSError):  # never made, or another user's
+                Path(f"/tmp/seaweedfs-{left}.sock").unlink()  # noqa: S108  the server's own choice; -filer.localSocket moves only one
 
 
 def _command(binary: str, folder: Path, bucket: str, state: _State) -> list[str]:

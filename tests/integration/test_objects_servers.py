@@ -146,6 +146,16 @@ def test_a_folder_serves_one_server_at_a_time(tmp_path, monkeypatch):
         first.kill()
 
 
+def test_a_server_leaves_no_socket_behind(tmp_path):
+    server = SeaweedFS.launch(tmp_path)
+    try:
+        server.wait_ready()
+        ports = {str(port + n) for port in server._ports.values() for n in (0, 1)}
+    finally:
+        server.stop()
+    assert [path for path in Path("/tmp").glob("seaweedfs-*.sock") if path.stem.rpartition("-")[2] in ports] == []
+
+
 def test_a_server_that_cannot_start_says_where_to_look(tmp_path, monkeypatch):
     monkeypatch.setattr("kvstore.objects.seaweed.find_weed", lambda: shutil.which("false"))
     server = SeaweedFS.launch(tmp_path)
