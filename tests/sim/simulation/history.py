@@ -116,7 +116,8 @@ class History:
             case NotFound() | Gone():
                 source = op.key if op.source == "" else op.source
                 gone = truth.meant(source, op.start, end)[1]
-                true = gone or (op.kind == "rewind" and op.versioned) or (op.kind == "detach" and isinstance(error, NotFound))
+                true = gone or (op.kind == "rewind" and op.versioned)
+                true |= op.kind == "detach" and (isinstance(error, NotFound) or self._came_and_went(op, end))
             case AlreadyExists():
                 true = bool(found)
             case Unavailable() | Overloaded() | TooManyBranches():
@@ -125,6 +126,12 @@ class History:
                 true = False
         if not true:
             self._world.violation("I2" if isinstance(error, Conflict) else "I3", f"{op} was told {error!r}")
+
+    def _came_and_went(self, op, end):
+        """Whether a session that got this name meanwhile is over again, before it could be shown."""
+        return any(
+            branch.names.get(op.key, -1) >= op.start and branch.gone <= end for branch in self._world.truth.branches.values()
+        )
 
     def _over(self, op, end):
         """Whether the session that a commit was built on is no more, or never will be."""
