@@ -62,6 +62,9 @@ class Direct:
             if line.lost is None:
                 raise
             return None
+        except KeyboardInterrupt:
+            line.interrupted()
+            raise
 
     def lookup(self, request: api.Lookup) -> api.Found | None:
         """The answer, from the node's memory; None where that takes the long way."""
@@ -76,6 +79,9 @@ class Direct:
             if line.lost is None:
                 raise
             return None
+        except KeyboardInterrupt:
+            line.interrupted()
+            raise
         return _found.decode(answer.body) if isinstance(answer, wire.Reply) else None
 
     def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool] | None:
@@ -87,13 +93,17 @@ class Direct:
         if max(sizes, default=0) > len(line.window):
             return None  # the long way says what to do about it
         taken: list[bool] = []
-        while len(taken) < len(links):
-            first = len(taken)
-            extents = _room(line, sizes[first:])
-            if not extents:
-                break
-            number = _announced(line, namespace, shard, links[first : first + len(extents)], extents)
-            taken += _filled(line, number, first, extents, fill)
+        try:
+            while len(taken) < len(links):
+                first = len(taken)
+                extents = _room(line, sizes[first:])
+                if not extents:
+                    break
+                number = _announced(line, namespace, shard, links[first : first + len(extents)], extents)
+                taken += _filled(line, number, first, extents, fill)
+        except KeyboardInterrupt:
+            line.interrupted()
+            raise
         return taken + [False] * (len(links) - len(taken))
 
     def close(self) -> None:

@@ -180,7 +180,7 @@ class Line:
                     self._heard(message)
                     if answers:
                         return message
-            except (TimeoutError, KeyboardInterrupt):
+            except TimeoutError:
                 self._unwanted.add(number)  # its answer is still to come
                 raise
         except (OSError, KVTierError) as error:
@@ -260,6 +260,10 @@ class Line:
     def _check(self) -> None:
         if self.lost is not None:
             raise self.lost
+
+    def interrupted(self) -> None:
+        """A Ctrl-C came in the middle of something: what was heard and not dealt with is unknown: the node takes it all back."""
+        self._lose(Unavailable("a call on this connection was interrupted"))
 
     def _lose(self, error: OSError | KVTierError) -> KVTierError:
         """The reason, from now on."""

@@ -125,10 +125,11 @@ class Landing:
             self._working.add(worker)
 
     async def _work(self) -> None:
+        me = cast("asyncio.Task[None]", asyncio.current_task())  # asked now: in the end there may be no loop any more
         try:
             await self._work_off()
         finally:  # not by a callback: what is taken before that is called would find nobody
-            self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+            self._working.discard(me)
 
     async def _work_off(self) -> None:
         while True:

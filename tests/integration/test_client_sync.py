@@ -246,6 +246,29 @@ def test_an_interrupt_while_a_call_is_handed_over_is_no_other_error(kv, monkeypa
     assert kv.health().ok
 
 
+def test_an_interrupt_in_the_middle_of_a_read_or_a_write_leaves_nothing_leased_and_no_window_taken(kv, node, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    links = links_of(NS, 8)
+    assert all(kv.put(NS, SHARD, links, filler(links)))
+    kv.get(NS, SHARD, links).release()
+    monkeypatch.setattr("kvstore.client.line.Line.lend", interrupted)  # the node has leased them
+    with pytest.raises(KeyboardInterrupt):
+        kv.get(NS, SHARD, links)
+    monkeypatch.undo()
+    node.until(lambda: leases(node) == 0)
+    monkeypatch.setattr("kvstore.client.direct._filled", interrupted)  # the node has made room for them
+    for _ in range(9):
+        with pytest.raises(KeyboardInterrupt):
+            kv.put(NS, SHARD, links_of(NS, 8, start=5000), filler(links))
+    monkeypatch.undo()
+    assert all(kv.put(NS, SHARD, links, filler(links)))
+    with kv.get(NS, SHARD, links) as blocks:
+        assert len(blocks) == 8
+    node.until(lambda: leases(node) == 0)
+
+
 FORKS = """
 import os, sys, time, kvstore
 from fakes.node import SHARD, filler, links_of, namespace
