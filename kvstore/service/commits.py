@@ -120,6 +120,8 @@ class Commits:
                 at = last.request.base_version + 1
                 if request.base_version != at:
                     raise Conflict(f"session {request.id!r} is at version {at} on this node", current=at)
+                if not _may_follow(request.branch, last.session):  # it must not fall with what it was not built on
+                    raise Unavailable(f"commits on another session {request.id!r} wait for the bucket: retry when they are decided")
                 request = msgspec.structs.replace(request, branch=request.branch or last.session)
             promise = promise_of(tenant, request)
             if not line.intents:
@@ -322,6 +324,11 @@ class Commits:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._closing = True
         return self._pending
+
+
+def _may_follow(said: str, last: str) -> bool:
+    """Whether what was built on the session `said` was built on `last`; "" where nobody knows which it is."""
+    return not said or not last or means(said, last) or means(last, said)
 
 
 def _age(intent: Intent) -> tuple[float, int]:

@@ -256,6 +256,19 @@ async def test_i4_a_promise_says_its_session_also_after_a_crash():
     assert bucket.branches == ["", "b", "b"]
 
 
+async def test_what_was_built_on_another_session_of_that_id_does_not_line_up_behind_it():
+    """It would fall with what it was not built on."""
+    bucket = Bucket(*[Unavailable("away")] * 3)
+    commits = made(bucket, Disk())
+    await commits.commit(ME, commit_of(1, 2, branch="a" * 32), "nvme")
+    for other in ("b" * 32, "b" * 16):
+        with pytest.raises(Unavailable, match="another session"):
+            await commits.commit(ME, commit_of(2, 3, branch=other), "nvme")
+    for same in ("a" * 32, "a" * 16, ""):
+        assert (await commits.commit(ME, commit_of(2, 3, branch=same, write_id="2" * 32), "nvme")).version == 3
+    assert await landed(commits)
+
+
 async def test_what_was_promised_on_a_promise_that_could_not_be_kept_is_dropped_with_it():
     """Somebody else's version has the number of the one that was never made."""
     bucket, disk = Bucket(Conflict("moved")), Disk()
