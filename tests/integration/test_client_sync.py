@@ -208,6 +208,7 @@ def test_ctrl_c_ends_a_waiting_call(node, interrupt):
     """`interrupt_main` is a signal that came just before the thread fell asleep: it does not wake it."""
     script = (
         "import _thread, os, signal, sys, threading, kvstore\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs inherit that it is ignored
         "kv = kvstore.open_sync(sys.argv[1])\n"
         "status = kv.restore('x')\n"
         "try:\n"
