@@ -87,7 +87,7 @@ def host_to_device(device: str, arena: torch.Tensor, samples: int) -> dict[str, 
 async def up(kv: Client, chain: Sequence[Link]) -> tuple[float, float]:
     """Milliseconds until blocks of the arena are on the device, and until the first layer of all of them is."""
     above = kv.transport._above  # type: ignore[attr-defined]  # noqa: SLF001  an engine has no reason to empty it
-    above.tier.discard_many(list(above.tier._values))  # noqa: SLF001
+    above.tier.discard_many(list(above.tier._values))  # noqa: SLF001  nor to list it
     began = time.perf_counter()
     with await kv.get_on_device(NAMESPACE, SHARD, chain) as blocks:
         assert len(blocks) == len(chain), blocks.miss
