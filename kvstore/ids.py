@@ -247,7 +247,7 @@ def _check_text(field: str, text: str) -> None:
         raise Invalid(f"{field} has {size} bytes of UTF-8, more than {MAX_TEXT_BYTES}: use a digest")
 
 
-def _fields(*parts: bytes) -> bytes:
+def length_prefixed(*parts: bytes) -> bytes:
     """Length-prefixed fields (u32 little endian each): no two sequences share an encoding."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
@@ -288,13 +288,13 @@ def block_id(
 
 
 def _link(namespace: bytes, parent: bytes, tokens: bytes, extra: Sequence[bytes]) -> bytes:
-    body = _fields(b"kvtier.prefix.1", namespace, parent, tokens, len(extra).to_bytes(4, "little"), *extra)
+    body = length_prefixed(b"kvtier.prefix.1", namespace, parent, tokens, len(extra).to_bytes(4, "little"), *extra)
     return blake3(body).digest()
 
 
 def engine_id(namespace: NamespaceId, key: bytes) -> PrefixId:
     """The name of a block of which an engine hands over only its own hash: no parent, no tokens, no sessions."""
-    return PrefixId(blake3(_fields(b"kvtier.engine.1", bytes.fromhex(namespace), key)).hexdigest())
+    return PrefixId(blake3(length_prefixed(b"kvtier.engine.1", bytes.fromhex(namespace), key)).hexdigest())
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -355,7 +355,7 @@ class BlockName(msgspec.Struct, frozen=True, dict=True):
 
 def tier_key_head(namespace: NamespaceId, shard: Shard) -> bytes:
     """What the tier keys of one shard of a namespace have in common, for `tier_key`."""
-    return _fields(b"kvtier.tier.1", namespace.encode(), str(shard).encode()) + (64).to_bytes(4, "little")
+    return length_prefixed(b"kvtier.tier.1", namespace.encode(), str(shard).encode()) + (64).to_bytes(4, "little")
 
 
 def tier_key(head: bytes, prefix: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from math import ceil
 from typing import Any, Final, Self, TypeAlias
@@ -14,7 +14,8 @@ import numpy as np
 
 from kvstore.clock import Clock
 from kvstore.errors import Unavailable
-from kvstore.objects.base import Absent, Arrived, Buffer, Got, ObjectMeta, ObjectStore, PutMode, Refused, Stored, Unchanged
+from kvstore.objects.base import Absent, Arrived, Got, ObjectStore, Unchanged
+from kvstore.objects.passing import PassingStore
 from kvstore.objects.sockets import until_over
 
 Answer: TypeAlias = Got | Absent | Unchanged
@@ -43,7 +44,7 @@ class HedgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 64 << 20
 
 
-class HedgingStore:
+class HedgingStore(PassingStore):
     """A store whose slow reads are asked for twice. See :class:`kvstore.objects.base.ObjectStore`.
 
     Only reads into the caller's memory: their size tells what is slow. The second GET fills memory of its own; if it wins, the
@@ -57,7 +58,8 @@ class HedgingStore:
     """
 
     def __init__(self, store: ObjectStore, clock: Clock, counts: Counter[str], settings: HedgeSettings | None = None) -> None:
-        self._store, self._clock, self._counts = store, clock, counts
+        super().__init__(store)
+        self._clock, self._counts = clock, counts
         self._settings = settings or HedgeSettings()
         self._seen: dict[int, _Latencies] = {}
         self._left = 0.0
@@ -101,30 +103,6 @@ class HedgingStore:
         if isinstance(answer, Got):
             latencies.observe(self._clock.monotonic() - begun)
         return answer
-
-    async def head(self, key: str) -> ObjectMeta | Absent:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.head(key)
-
-    async def put(self, key: str, body: Buffer, mode: PutMode) -> Stored | Refused:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.put(key, body, mode)
-
-    async def copy(self, source: str, target: str) -> bool:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.copy(source, target)
-
-    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return self._store.list(prefix, start_after=start_after)
-
-    async def delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.delete(keys)
-
-    async def now(self) -> float:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.now()
 
     async def aclose(self) -> None:
         """End second GETs under way, and close the store below."""

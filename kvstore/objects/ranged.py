@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
 from kvstore.errors import Corrupt
 from kvstore.objects.answers import no_answer
-from kvstore.objects.base import (
-    Absent,
-    Arrived,
-    Buffer,
-    Got,
-    ObjectMeta,
-    ObjectStore,
-    PutMode,
-    Refused,
-    Stored,
-    Unchanged,
-)
+from kvstore.objects.base import Absent, Arrived, Got, ObjectStore, Unchanged
+from kvstore.objects.passing import PassingStore
 
 PART: Final = 8 << 20
 """Ranges start at multiples of so many bytes, where stores cut objects, too: a range across such a cut costs a store more.
@@ -30,7 +20,7 @@ Objects of less than two of them are read whole: a request costs money and, far 
 _WIDE: Final = 8  # requests of large reads: with that many under way, connections have enough to do, and another adds whole reads
 
 
-class RangedStore:
+class RangedStore(PassingStore):
     """Reads whole large objects by ranges, side by side. See :class:`kvstore.objects.base.ObjectStore`.
 
     Each range is a request of its own to everything below: counted, hedged and tried again alone. They are of one version of the
@@ -42,7 +32,7 @@ class RangedStore:
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+        super().__init__(store)
         self._under_way = 0
 
     async def get(
@@ -66,34 +56,6 @@ class RangedStore:
             return await self._by_ranges(key, target, cut, arrived)
         finally:
             self._under_way -= len(cut)
-
-    async def head(self, key: str) -> ObjectMeta | Absent:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.head(key)
-
-    async def put(self, key: str, body: Buffer, mode: PutMode) -> Stored | Refused:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.put(key, body, mode)
-
-    async def copy(self, source: str, target: str) -> bool:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.copy(source, target)
-
-    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return self._store.list(prefix, start_after=start_after)
-
-    async def delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.delete(keys)
-
-    async def now(self) -> float:
-        """See :class:`kvstore.objects.base.ObjectStore`."""
-        return await self._store.now()
-
-    async def aclose(self) -> None:
-        """Close the store below."""
-        await self._store.aclose()
 
     async def _by_ranges(
         self, key: str, target: memoryview, cut: Sequence[tuple[int, int]], arrived: Arrived | None

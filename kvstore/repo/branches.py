@@ -11,13 +11,15 @@ from typing import Final
 from blake3 import blake3
 
 from kvstore.clock import Ids
+from kvstore.ids import length_prefixed
 
 PROMISED: Final = 16  # digits of a branch id that say who made it; the others differ from one attempt to the next
 
 
 def promised(tenant: str, session: str, namespace: str, write_id: str) -> str:
     """How the id of a branch begins that is made by the commit with that write id."""
-    return blake3(f"{tenant}:{session}:{namespace}:{write_id}".encode()).hexdigest()[:PROMISED]
+    parts = (text.encode() for text in (tenant, session, namespace, write_id))
+    return blake3(length_prefixed(b"kvtier.promise.1", *parts)).hexdigest()[:PROMISED]
 
 
 def made_for(promise: str, ids: Ids) -> str:

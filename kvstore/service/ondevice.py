@@ -25,7 +25,7 @@ from kvstore.service.calls import Service
 from kvstore.service.plane import block_wants, leading_run
 from kvstore.service.staging import Plan, Step
 from kvstore.service.stats import place_stats
-from tiering import DeviceLease, DeviceTier, Lease, Miss, Reach, Want
+from tiering import DeviceLease, DeviceTier, Lease, Reach, Want
 
 log = logging.getLogger(__name__)
 WINDOW: Final = 32 << 20  # of blocks read, and then copied, together
@@ -137,7 +137,7 @@ class OnDevice:
             get = self._service.plane.get
             return await get(self._tenant, namespace.id, shard, list(map(_link, window)), deadline_ms=left_ms, reach="bucket")
 
-        run, _ = leading(await self.tier.get_many(wants))
+        run, _ = leading_run(await self.tier.get_many(wants))
         why = ""
         try:
             async with aclosing(self._up(windows(wants[len(run) :]), read)) as arriving:
@@ -160,7 +160,7 @@ class OnDevice:
                 leases, why = await reading
                 here, wants = wants, None if why else next(parts, None)
                 reading = asyncio.create_task(read(wants)) if wants is not None else None
-                run, miss = leading(await self.tier.promote_many(list(zip(here, leases, strict=False))))
+                run, miss = leading_run(await self.tier.promote_many(list(zip(here, leases, strict=False))))
                 yield run, miss or why
                 if miss or why:
                     return
@@ -261,20 +261,6 @@ def windows(wants: Sequence[Want]) -> Iterator[Sequence[Want]]:
         nbytes += want.size
     if first < len(wants):
         yield wants[first:]
-
-
-def leading(answers: Iterable[DeviceLease | Miss]) -> tuple[list[DeviceLease], str]:
-    """Leases up to the first miss, and why it was one; what was leased behind it is let go."""
-    run: list[DeviceLease] = []
-    why = ""
-    for answer in answers:
-        if isinstance(answer, Miss):
-            why = why or answer.value
-        elif why:
-            answer.release()
-        else:
-            run.append(answer)
-    return run, why
 
 
 def _from_above(status: api.RestoreStatus, staging: _Staging) -> api.RestoreStatus:

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -455,9 +455,20 @@ def block_wants(
     ]
 
 
-def leading_run(answers: Iterable[Lease | Miss]) -> tuple[list[Lease], str]:
+class Released(Protocol):
+    """A lease of any tier."""
+
+    def release(self) -> None:
+        """Give it back."""
+        ...
+
+
+L = TypeVar("L", bound=Released)
+
+
+def leading_run(answers: Iterable[L | Miss]) -> tuple[list[L], str]:
     """Leases up to the first miss, and why it was one; what was leased behind a hole is let go, for nobody can use it."""
-    run: list[Lease] = []
+    run: list[L] = []
     why = ""
     for answer in answers:
         if isinstance(answer, Miss):

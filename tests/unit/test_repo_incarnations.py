@@ -202,3 +202,8 @@ async def test_a_base_that_is_continued_takes_nothing_away_whatever_the_caller_t
     assert (longer.version, longer.tokens) == (2, 16)
     edited = chain(NS, range(16))[-1].prefix_id
     assert (await commit(repo, shelf, "s", range(4), 2, NS, branch=first.branch, base_prefix=edited)).version == 3
+
+
+def test_no_two_commits_share_a_promise_because_of_how_they_are_called():
+    calls = [("a:b", "c", NS.id, "1"), ("a", "b:c", NS.id, "1"), ("a", "b", f"c:{NS.id}", "1"), ("a", "b", NS.id, "c:1")]
+    assert len({promised(*call) for call in calls}) == len(calls)
