@@ -1,0 +1,276 @@
+"""Sessions of an engine: what a request computed becomes the next version of the session that it belongs to.
+
+An engine is never told of a conflict. A request that goes on where a session ended becomes its next version; one that edits what
+was there before (a template that leaves out what the model thought) replaces it; one that only repeats the beginning of it changes
+nothing. One that ran beside others of its session and went another way, as parallel sub-agents do, gets a lane of its own; so does
+one that finds somebody else's version in its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvstore import api
+from kvstore.clock import RandomIds
+from kvstore.connectors.bridge import Bridge
+from kvstore.errors import AlreadyExists, Conflict, Gone, NotFound, Unavailable
+from kvstore.ids import Link, Namespace, Shard
+
+if TYPE_CHECKING:
+    from kvstore.client import SyncClient
+
+REMEMBERED: Final = 4096  # chains whose end is remembered; of others the node is asked
+LANES: Final = 64  # of one chain that are remembered
+_TRIES: Final = 4
+_ASKED_AGAIN: Final = {"outcome_unknown": 0.0, "promise_pending": 0.5}  # after so many seconds: another node is at it
+_LANE_DIGITS: Final = 16
+_MARK: Final = 8
+
+
+class Who(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a request belongs to.
+
+    Attributes:
+        session: The session's id.
+        parent: The session that it is a fork of, where it does not exist yet; "" where it begins with itself.
+        lane: Which of parallel sub-agents, where the caller says so.
+        ttl_s: How long it lives unused; the node's default where None.
+        durability: What a receipt promises; the node's default where None.
+    """
+
+    session: str
+    parent: str = ""
+    lane: str = ""
+    ttl_s: int | None = None
+    durability: api.Durability | None = None
+
+
+class Tip(msgspec.Struct, frozen=True):
+    """Where a lane of a session ends: its version (0: it has none yet), and what it holds.
+
+    Attributes:
+        lane: Its name; "" where the node chooses.
+        marks: The first digits of its blocks' PrefixIds, 8 bytes each; empty where that is not known.
+        last: PrefixId of the last one; "" where that is not known.
+        branch: As in `kvstore.api.Commit`.
+        durability: What was promised of it.
+    """
+
+    lane: str = ""
+    version: int = 0
+    marks: bytes = b""
+    last: str = ""
+    branch: str = ""
+    durability: api.Durability = "bucket"
+
+    @classmethod
+    def of(cls, lane: str, version: int, links: Sequence[Link], branch: str, durability: api.Durability = "bucket") -> Tip:
+        """The end of a version that holds these blocks."""
+        return cls(lane, version, _marks(links), links[-1].prefix_id if links else "", branch, durability)
+
+    @property
+    def blocks(self) -> int:
+        """How many it is known to hold."""
+        return len(self.marks) // _MARK
+
+    def goes_on_as(self, links: Sequence[Link]) -> bool:
+        """Whether a chain begins with all of it."""
+        return 0 < self.blocks <= len(links) and links[self.blocks - 1].prefix_id == self.last
+
+    def holds(self, links: Sequence[Link]) -> bool:
+        """Whether it begins with all of a chain."""
+        return len(links) <= self.blocks and self.marks.startswith(_marks(links))
+
+
+class Turn:
+    """One request of a session, from its beginning to its end."""
+
+    def __init__(self, who: Who) -> None:
+        self.who = who
+        self.alone = True
+
+
+class Sessions:
+    """The sessions of one model that an engine works on.
+
+    Args:
+        bridge: The way to the tier.
+        namespace: The model's.
+        shards: All of them: a version names blocks of which every rank has saved its part.
+    """
+
+    def __init__(self, bridge: Bridge, namespace: Namespace, shards: Sequence[Shard]) -> None:
+        self._bridge, self._namespace, self._shards = bridge, namespace, tuple(shards)
+        self._tips: OrderedDict[tuple[str, str], list[Tip]] = OrderedDict()
+        self._running: dict[str, set[Turn]] = {}
+        self._lock = Lock()
+        self.counts: Counter[str] = Counter()
+        """Commits by `extended`, `edited`, `known`, `laned`, `forked`, `conflict`."""
+
+    def begin(self, who: Who) -> Turn:
+        """A request begins. `end` or `drop` must follow."""
+        turn = Turn(who)
+        with self._lock:
+            others = self._running.setdefault(who.session, set())
+            for other in others:
+                other.alone = turn.alone = False
+            others.add(turn)
+        return turn
+
+    def drop(self, turn: Turn) -> None:
+        """It is over, and left nothing."""
+        with self._lock:
+            others = self._running.get(turn.who.session, set())
+            others.discard(turn)
+            if not others:
+                self._running.pop(turn.who.session, None)
+
+    def end(self, turn: Turn, links: Sequence[Link]) -> Future[api.Receipt] | None:
+        """It is over, and these blocks were saved, of every shard: they become the session's version.
+
+        Returns:
+            What will be acknowledged; None where there is nothing to commit, or too much waits already.
+        """
+        self.drop(turn)
+        if not links:
+            return None
+        return self._bridge.call("commit", lambda kv: self._commit(kv, turn, links))
+
+    # --- on the bridge's thread ---
+
+    def _commit(self, kv: SyncClient, turn: Turn, links: Sequence[Link]) -> api.Receipt:
+        who, write_id, waited = turn.who, RandomIds().new(), set[str]()
+        tip = self._tip(kv, turn, links)
+        for attempt in range(_TRIES):
+            if tip.holds(links):
+                self.counts["known"] += 1
+                return self._known(who, tip, links)
+            try:
+                receipt = kv.commit(
+                    who.session,
+                    namespace=self._namespace,
+                    lane=tip.lane,
+                    base_version=tip.version,
+                    branch=tip.branch,
+                    base_prefix_id=tip.last,
+                    blocks=links,
+                    shards=self._shards,
+                    ttl_s=who.ttl_s,
+                    durability=who.durability,
+                    write_id=write_id,
+                )
+            except (Conflict, AlreadyExists):
+                self.counts["conflict"] += 1
+                if attempt == _TRIES - 1:
+                    raise
+                tip, write_id = self._after_conflict(kv, who, tip, links), RandomIds().new()
+            except Gone:  # the session it was built on is no more: this is the first version of a new one
+                if attempt == _TRIES - 1:
+                    raise
+                self._forget(who, links)
+                tip, write_id = Tip(lane=tip.lane), RandomIds().new()
+            except Unavailable as error:
+                if error.kind not in _ASKED_AGAIN or error.kind in waited:
+                    raise
+                waited.add(error.kind)
+                time.sleep(_ASKED_AGAIN[error.kind])
+            else:
+                self.counts["extended" if not tip.version or tip.goes_on_as(links) else "edited"] += 1
+                self._remember(who, links, receipt, tip)
+                return receipt
+        raise AssertionError("unreachable")
+
+    def _tip(self, kv: SyncClient, turn: Turn, links: Sequence[Link]) -> Tip:
+        """What these blocks are the next version of."""
+        who = turn.who
+        tips = [tip for tip in self._tips.get((who.session, links[0].prefix_id), ()) if who.lane in {"", tip.lane}]
+        related = [tip for tip in tips if tip.goes_on_as(links) or tip.holds(links)]
+        if related:
+            return max(related, key=lambda tip: tip.blocks)
+        if tips and (turn.alone or who.lane):
+            return tips[-1]
+        if tips:
+            self.counts["laned"] += 1
+            return Tip(lane=_lane(links))
+        return self._stored(kv, who, who.lane, links) or self._forked(kv, who) or Tip(lane=who.lane)
+
+    def _stored(self, kv: SyncClient, who: Who, lane: str, links: Sequence[Link]) -> Tip | None:
+        """Where the store says that it ends; None where there is no such lane, or it holds another conversation altogether."""
+        try:
+            found = kv.manifest(who.session, namespace=self._namespace, lane=lane or api.MAIN)
+        except (NotFound, Gone):
+            return None
+        if not lane and found.blocks and found.blocks[0].prefix_id != links[0].prefix_id:
+            return None  # the node knows a lane for it
+        return Tip.of(lane, found.version, found.blocks, found.branch)
+
+    def _forked(self, kv: SyncClient, who: Who) -> Tip | None:
+        """A new session that begins as its parent is."""
+        if not who.parent or who.parent == who.session or who.lane:
+            return None
+        try:
+            forked = kv.fork(who.parent, as_=who.session, namespace=self._namespace)
+        except (NotFound, Gone, AlreadyExists):
+            return None
+        self.counts["forked"] += 1
+        return Tip(version=forked.version, branch=forked.branch)
+
+    def _after_conflict(self, kv: SyncClient, who: Who, tip: Tip, links: Sequence[Link]) -> Tip:
+        """Somebody else's version is where this one should go: behind it, if it is the beginning of this; else beside it."""
+        self._forget(who, links)
+        stored = self._stored(kv, who, tip.lane, links)
+        if stored is not None and (stored.holds(links) or (stored.goes_on_as(links) and stored.version != tip.version)):
+            return stored
+        self.counts["laned"] += 1
+        return Tip(lane=_lane(links))
+
+    def _remember(self, who: Who, links: Sequence[Link], receipt: api.Receipt, tip: Tip) -> None:
+        key = (who.session, links[0].prefix_id)
+        tips = [other for other in self._tips.get(key, ()) if other.lane != tip.lane]
+        tips.append(Tip.of(tip.lane, receipt.version, links[: receipt.blocks], receipt.branch, receipt.durability))
+        self._tips[key] = tips[-LANES:]
+        self._tips.move_to_end(key)
+        if len(self._tips) > REMEMBERED:
+            self._tips.popitem(last=False)
+
+    def _known(self, who: Who, tip: Tip, links: Sequence[Link]) -> api.Receipt:
+        return api.Receipt(
+            id=who.session,
+            namespace=self._namespace.id,
+            lane=tip.lane,
+            version=tip.version,
+            tokens=sum(link.tokens for link in links),
+            blocks=len(links),
+            durability=tip.durability,
+            branch=tip.branch,
+        )
+
+    def _forget(self, who: Who, links: Sequence[Link]) -> None:
+        self._tips.pop((who.session, links[0].prefix_id), None)
+
+
+def _marks(links: Sequence[Link]) -> bytes:
+    return bytes.fromhex("".join(link.prefix_id[: 2 * _MARK] for link in links))
+
+
+def _lane(links: Sequence[Link]) -> str:
+    return links[-1].prefix_id[:_LANE_DIGITS]
+
+
+def session_of(params: Any, keys: Sequence[str] = ("session_id", "X-Session-ID", "x-claude-code-session-id", "session-id")) -> str:
+    """The first session id that a request's parameters hold under one of these names, letter case aside; "" where there is none."""
+    if not isinstance(params, dict):
+        return ""
+    lowered = {str(key).lower(): value for key, value in params.items()}
+    for key in keys:
+        value = lowered.get(key.lower())
+        if isinstance(value, str) and value:
+            return value
+    return ""
