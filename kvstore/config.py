@@ -359,7 +359,10 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             Invalid: Unknown scheme or key (the message names the known ones), credentials in the URL, or a part that is missing.
         """
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:  # brackets that hold no IPv6 address
+            raise Invalid(f"the storage URL is no URL: {error}") from None
         if parts.scheme not in SCHEMES:
             raise Invalid(f"storage URL scheme {parts.scheme!r} is unknown; known: {', '.join(f'{s}://' for s in SCHEMES)}")
         if parts.username is not None or parts.password is not None:

@@ -83,3 +83,9 @@ def test_a_wrong_url_says_what_is_wrong_and_never_repeats_a_secret(url, says):
         StorageUrl.parse(url)
     assert says in caught.value.message
     assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["memory://a[b]", "kvtier://[::1", "s3://[bucket]/x"])
+def test_a_url_that_is_none_is_invalid(text):
+    with pytest.raises(Invalid, match="storage URL"):
+        StorageUrl.parse(text)
