@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +103,13 @@ class DeviceBlock(Protocol):
     Attributes:
         tensor: The object, u8 [size], a torch tensor on that device. Do not write there.
         size: Its length in bytes.
+        coming: Whether some of it is not queued yet.
     """
+
+    @property
+    def coming(self) -> bool:
+        """See above."""
+        ...
 
     @property
     def tensor(self) -> Any:
@@ -114,8 +121,12 @@ class DeviceBlock(Protocol):
         """See above."""
         ...
 
+    async def arrived(self, part: int = -1) -> bool:
+        """Until that layer and those before it (-1: all of it) may be waited for; False where the block does not come whole."""
+        ...
+
     def wait(self, part: int = -1) -> None:
-        """The caller's current stream waits until that layer and those before it (-1: all of it) are there; the host goes on."""
+        """The caller's current stream waits until that layer and those before it are there; the host goes on."""
         ...
 
     def synchronize(self, part: int = -1) -> None:
@@ -128,27 +139,71 @@ class DeviceBlock(Protocol):
 
 
 class DeviceBlocks:
-    """As `Blocks`, in a device's memory.
+    """As `Blocks`, in a device's memory. One thread at a time uses it.
 
     Attributes:
-        leases: One for each block of the run, in order.
+        leases: One for each block of the run, in order. Where they were asked for early, the run ends sooner once a block turns out
+            not to come.
         miss: Why the run ended, or "" where it is complete.
     """
 
-    __slots__ = ("leases", "miss")
+    __slots__ = ("_bringing", "_loop", "leases", "miss")
 
-    def __init__(self, leases: Sequence[DeviceBlock], miss: str) -> None:
-        self.leases, self.miss = leases, miss
+    def __init__(self, leases: Sequence[DeviceBlock], miss: str, bringing: asyncio.Task[str] | None = None) -> None:
+        self.leases, self.miss, self._bringing = leases, miss, bringing
+        self._loop = asyncio.get_running_loop()
+
+    async def arrived(self, layer: int = -1) -> int:
+        """Until a layer (its index in the shard), and those before it, of all blocks may be waited for; on the loop of the store.
+
+        Returns:
+            How many leading blocks have it. It never grows from layer to layer. Where it shrinks, a block did not come whole (it
+            was corrupt, or late): the layers of it that were used before are of no worth either.
+        """
+        for index, lease in enumerate(self.leases):
+            if not await lease.arrived(layer):
+                self._end_at(index)
+                break
+        return len(self.leases)
+
+    def wait_layer(self, layer: int = -1) -> int:
+        """As `arrived` and `wait` together, for any thread but that of the store's loop: blocks until the layer may be used.
+
+        Raises:
+            RuntimeError: This is the loop's thread, which would wait for itself.
+        """
+        try:
+            inside = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            inside = False
+        if inside:
+            raise RuntimeError("on the store's own loop, await arrived() instead")
+        blocks = asyncio.run_coroutine_threadsafe(self.arrived(layer), self._loop).result()
+        self.wait(layer)
+        return blocks
 
     def wait(self, layer: int = -1) -> None:
-        """The caller's current stream waits until a layer (its index in the shard) and those before it are there in every block."""
+        """The caller's current stream waits until a layer (its index in the shard) and those before it are there in every block.
+
+        Raises `ValueError` where one was asked for early, and has not arrived.
+        """
         for lease in self.leases:
             lease.wait(layer)
 
     def release(self) -> None:
-        """Give back every lease."""
+        """Give back every lease. Where some block was still on its way, bringing them is given up."""
+        early = any(lease.coming for lease in self.leases)
         for lease in self.leases:
             lease.release()
+        if early and self._bringing is not None and not self._bringing.done():
+            self._loop.call_soon_threadsafe(self._bringing.cancel)
+
+    def _end_at(self, index: int) -> None:
+        leases, self.leases = self.leases, self.leases[:index]
+        for lease in leases[index:]:
+            lease.release()
+        over = self._bringing is not None and self._bringing.done() and not self._bringing.cancelled()
+        self.miss = (self._bringing.result() if self._bringing is not None and over else "") or "unavailable"
 
     def __len__(self) -> int:
         return len(self.leases)

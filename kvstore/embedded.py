@@ -71,12 +71,15 @@ class EmbeddedTransport:
         leases, miss = await self._service.plane.get(self._tenant, namespace.id, shard, links, deadline_ms=deadline_ms, reach=reach)
         return Blocks([BlockLease(lease.view, lease.release) for lease in leases], miss)
 
-    async def get_on_device(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int) -> DeviceBlocks:
+    async def get_on_device(
+        self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int, early: bool
+    ) -> DeviceBlocks:
         """Leases in the device's memory."""
         self._check()
         if self._above is None:
             raise Unsupported(NO_DEVICE, remedy="add device=cuda:0 to the store's URL")
-        return DeviceBlocks(*await self._above.get(namespace, shard, links, deadline_ms=deadline_ms))
+        get = self._above.get_early if early else self._above.get
+        return await get(namespace, shard, links, deadline_ms=deadline_ms)
 
     async def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool]:
         """`fill` writes straight into the arena."""

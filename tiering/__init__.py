@@ -25,6 +25,7 @@ from tiering.tier import (
     Origin,
     PathInUse,
     Slot,
+    Tell,
     Tier,
     TierClosed,
     TierError,
@@ -32,7 +33,8 @@ from tiering.tier import (
 )
 
 if TYPE_CHECKING:
-    from tiering.device import DeviceLease, DeviceTier
+    from tiering.device import DeviceTier
+    from tiering.device_lease import DeviceLease
     from tiering.disk import DiskTier
     from tiering.journal import Journal
 
@@ -61,6 +63,7 @@ __all__ = [
     "Slot",
     "Stack",
     "StackSettings",
+    "Tell",
     "Tier",
     "TierClosed",
     "TierError",
@@ -69,7 +72,12 @@ __all__ = [
     "settled",
 ]
 
-_LAZY = {"DeviceLease": "tiering.device", "DeviceTier": "tiering.device", "DiskTier": "tiering.disk", "Journal": "tiering.journal"}
+_LAZY = {
+    "DeviceLease": "tiering.device_lease",
+    "DeviceTier": "tiering.device",
+    "DiskTier": "tiering.disk",
+    "Journal": "tiering.journal",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiering.dram import DramSlot, DramTier
+from tiering.early import Coming, Early
 from tiering.flight import Work
 from tiering.stats import TierStats
 from tiering.tier import Lease, Miss, Origin, Want
@@ -40,6 +41,7 @@ class Fetcher:
         origins: Asked next, in this order.
         stats: Of each, by name.
         keep: Told of a value that came from an origin.
+        early: Told of the first bytes of a value that comes from an origin.
         monotonic: The clock of latencies.
     """
 
@@ -51,10 +53,11 @@ class Fetcher:
         *,
         stats: Mapping[str, TierStats],
         keep: Callable[[Want], None],
+        early: Early,
         monotonic: Callable[[], float],
     ) -> None:
         self._dram, self._disk, self._origins = dram, disk, origins
-        self._stats, self._keep, self._monotonic = stats, keep, monotonic
+        self._stats, self._keep, self._early, self._monotonic = stats, keep, early, monotonic
 
     def begin(self, want: Want, reach: Reach, *, ahead: bool) -> Work[Lease | Miss]:
         """Start to bring one value; see `Stack.get_many`. What is known at once is done when this returns."""
@@ -97,7 +100,11 @@ class Fetcher:
     async def _from_origins(self, slot: DramSlot, origins: Sequence[Origin], misses: list[Miss]) -> Lease | Miss:
         """From the first that has it. Whoever starts this aborts the slot afterwards."""
         for origin in origins:
-            miss = await self._ask(origin, slot.want, slot.view)
+            coming = Coming(self._early, slot)
+            try:
+                miss = await self._ask(origin, slot.want, slot.view, coming)
+            finally:
+                await coming.drained()
             if miss is None:
                 lease = found(slot, origin.name)
                 self._keep(slot.want)
@@ -105,11 +112,11 @@ class Fetcher:
             misses.append(miss)
         return _best(misses)
 
-    async def _ask(self, origin: Origin, want: Want, into: memoryview) -> Miss | None:
+    async def _ask(self, origin: Origin, want: Want, into: memoryview, coming: Coming) -> Miss | None:
         stats = self._stats[origin.name]
         started = self._monotonic()
         try:
-            miss = await origin.fetch(want, into)
+            miss = await origin.fetch(want, into, coming.tell)
         except Exception as error:  # noqa: BLE001  an origin is foreign code: whatever it raises, it has no answer now
             _log.warning("%s: fetching failed: %r", origin.name, error)
             stats.failed(error)

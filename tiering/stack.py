@@ -13,6 +13,7 @@ import msgspec
 
 from tiering.behind import Write, WriteBehind
 from tiering.dram import DramSlot, DramTier
+from tiering.early import Early
 from tiering.fetching import Fetcher, Reach
 from tiering.flight import Flights
 from tiering.lookup import LookUp
@@ -56,6 +57,7 @@ class Stack:
         dram: The memory tier: every value passes through it.
         disk: The disk tier, if any. Several stacks may share one.
         origins: Where values come from that no tier has.
+        early: Who wants to hear of the first bytes of what comes from them.
         stats: Counters of each part, by its name.
     """
 
@@ -83,7 +85,10 @@ class Stack:
         self._flights: Flights[Lease | Miss] = Flights(
             _release, linger=settings.linger, linger_cost=min(settings.linger_bytes, dram.limit // 4)
         )
-        self._fetcher = Fetcher(dram, disk, self.origins, stats=self.stats, keep=self._keep_on_disk, monotonic=monotonic)
+        self.early = Early()
+        self._fetcher = Fetcher(
+            dram, disk, self.origins, stats=self.stats, keep=self._keep_on_disk, early=self.early, monotonic=monotonic
+        )
         self._to_disk = None
         if disk is not None:
             self._to_disk = self._behind(disk.name, partial(self._write_disk, disk), _always, writers=2, batch=_DISK_BATCH)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tiering.device")
 _REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of this process
-_ALREADY_REGISTERED: Final = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class Mark(Protocol):
@@ -198,16 +197,15 @@ class CudaDevice:
         return found
 
     def register(self, memory: Tensor) -> bool:
-        """See `Device`."""
+        """See `Device`. Memory that somebody else has registered counts as refused: they may unregister it under our copies."""
         with self._torch.cuda.device(self._device):
             answer = int(self._torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_PORTABLE))
-            if not answer:
-                self._registered.append(memory)
-            elif answer != _ALREADY_REGISTERED:
-                _log.warning("CUDA does not register the arena (error %d): blocks go through a pinned buffer", answer)
             if answer:
+                _log.warning("CUDA does not register the arena (error %d): blocks go through a pinned buffer", answer)
                 self._forget_the_error()
-        return answer in {0, _ALREADY_REGISTERED}
+                return False
+        self._registered.append(memory)
+        return True
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See `Device`."""
@@ -229,11 +227,16 @@ class CudaDevice:
 
     def close(self) -> None:
         """See `Device`."""
-        self._stream.synchronize()
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:  # the device has failed, and reads nothing any more
+            _log.warning("closing %s: %s", self.name, error)
         with self._torch.cuda.device(self._device):
-            for memory in self._registered:
-                self._torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-        self._registered.clear()
+            while self._registered:
+                answer = int(self._torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr()))
+                if answer:
+                    _log.warning("CUDA does not unregister the arena (error %d)", answer)
+                    self._forget_the_error()
 
     def _forget_the_error(self) -> None:
         """A refused call stays the runtime's last error, and the next kernel would be blamed for it: let that be one of ours."""

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tiering.budget import Budget
 from tiering.policy import Lru
-from tiering.tier import Lease, Miss, Tier, Want
+from tiering.tier import Lease, Miss, Tell, Tier, Want
 
 KIB = 1024
 
@@ -148,7 +148,7 @@ class ScriptedOrigin:
         self.accepts = True
         self.up = True
 
-    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+    async def fetch(self, want: Want, into: memoryview, tell: Tell | None = None) -> Miss | None:  # noqa: ARG002  tells nothing
         """See :class:`tiering.Origin`."""
         self.fetched.append(want.key)
         if self.before is not None:

@@ -160,15 +160,21 @@ class Tier(Protocol):
         ...
 
 
+Tell = Callable[[int], None]
+"""From any thread, one at a time: `tell(n)`: the first n bytes are there and verified, while the others still come. `tell(0)`: they
+are about to be overwritten by another attempt; when it returns, nobody reads them any more."""
+
+
 class Origin(Protocol):
     """Where values come from when no tier has them: a bucket, later peers. It verifies before it answers."""
 
     name: str
 
-    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+    async def fetch(self, want: Want, into: memoryview, tell: Tell | None = None) -> Miss | None:
         """Fill `into` (exactly `want.size` bytes) with verified bytes. None: done. On a miss `into` holds garbage.
 
-        When this is cancelled, `into` is somebody else's as soon as the coroutine has ended: nothing may write there then.
+        When this is cancelled, `into` is somebody else's as soon as the coroutine has ended: nothing may write there then, nor
+        call `tell`. An origin that only knows whole values tells nothing.
         """
         ...
 

@@ -387,11 +387,19 @@ class Client:
         return await self._transport.get(namespace, shard, links, deadline_ms=deadline_ms, reach=reach)
 
     async def get_on_device(
-        self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int = 0
+        self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int = 0, early: bool = False
     ) -> DeviceBlocks:
         """As `get`, in memory of the device that an embedded store was opened with (`s3://...?device=cuda:0&device_bytes=2GiB`).
 
         Their copies may still run: `DeviceBlocks.wait` first. Release them once the work that uses them is queued.
+
+        Args:
+            namespace: As in `get`.
+            shard: As in `get`.
+            links: As in `get`.
+            deadline_ms: As in `get`.
+            early: Answer at once, with as many blocks as the device has room for, and bring them up behind the answer. Ask layer by
+                layer how many have come: `DeviceBlocks.wait_layer`, or `arrived` on this loop.
 
         Raises:
             Unsupported: The store was opened without a device, or is a node of its own, which cannot reach this process's memory.
@@ -401,7 +409,7 @@ class Client:
             raise Unsupported(
                 "a node cannot reach a device's memory in this process", remedy="embed the store: s3://bucket?device=cuda:0"
             )
-        return await self._transport.get_on_device(namespace, shard, links, deadline_ms=deadline_ms)
+        return await self._transport.get_on_device(namespace, shard, links, deadline_ms=deadline_ms, early=early)
 
     async def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool]:
         """Publish blocks; whether each was taken. One that was not was dropped under load: never an error.

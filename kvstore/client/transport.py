@@ -49,8 +49,10 @@ class Transport(Protocol):
 class DeviceTransport(Protocol):
     """Hands blocks out in a device's memory, too: a store in this process."""
 
-    async def get_on_device(self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int) -> DeviceBlocks:
-        """As `Transport.get`. Raises `Unsupported` where it was opened without a device."""
+    async def get_on_device(
+        self, namespace: Namespace, shard: Shard, links: Sequence[Link], *, deadline_ms: int, early: bool
+    ) -> DeviceBlocks:
+        """As `Transport.get`; `early`: before they have arrived. Raises `Unsupported` where it was opened without a device."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
@@ -29,17 +30,22 @@ class Arriving:
         ns: Its namespace.
         into: Where the raw object is to be: `stored` itself where the object is expected to be raw, or memory that does not overlap
             it; exactly `layout(...).raw_bytes` long.
+        tell: Told how many leading bytes of `into` are the raw object's, verified, header included, as it grows; 0 before they are
+            overwritten. From any thread, one at a time; it raises nothing.
 
     Raises:
         Invalid: `into` has another length or is read-only, or as `layout`.
     """
 
-    def __init__(self, stored: memoryview, name: BlockName, ns: Namespace, into: memoryview) -> None:
+    def __init__(
+        self, stored: memoryview, name: BlockName, ns: Namespace, into: memoryview, tell: Callable[[int], None] | None = None
+    ) -> None:
         self._layout = layout_of(name, ns)
         if into.nbytes != self._layout.raw_bytes or into.readonly:
             raise Invalid(f"the raw object has {self._layout.raw_bytes} bytes, and the buffer {into.nbytes}, or it is read-only")
         self._stored, self._name, self._ns, self._into = stored, name, ns, into
-        self._in_place = stored is into
+        self._in_place, self._tell = stored is into, tell
+        self._told = False
         self._lock = threading.Lock()
         self._begin()
 
@@ -48,6 +54,8 @@ class Arriving:
         self._header: Header | None = None
         self._missing: list[int] = []  # bytes of each tensor still to come
         self._left = -1  # tensors still to be checked; -1: not even the header
+        self._checked: list[bool] = []  # of each
+        self._leading = 0  # of them
         self._attempt = object()
         self._error: Corrupt | None = None
 
@@ -61,6 +69,7 @@ class Arriving:
         with self._lock:
             if start == end:
                 self._begin()
+                self._take_back()
                 return
             attempt, ready = self._attempt, self._ready(start, end)
             header = self._header
@@ -81,6 +90,8 @@ class Arriving:
             if attempt is self._attempt:
                 self._error = self._error or error
                 self._left -= len(ready)
+                if self._tell is not None and self._error is None:
+                    self._tell_of(header, ready)
 
     def finish(self, nbytes: int) -> None:
         """The object is all there, and so long; do what is still to be done.
@@ -99,10 +110,23 @@ class Arriving:
             if self._in_place:
                 verify(whole, self._name, self._ns)
             else:
+                self._take_back()
                 decode(whole, self._name, self._ns, self._into)
-        elif not self._in_place:
-            plan = header.layout
-            self._into[: plan.header_bytes] = header_of(plan, self._name.prefix_id, "raw", plan.sizes, header.raw_digests)
+
+    def _tell_of(self, header: Header, ready: list[int]) -> None:
+        for index in ready:
+            self._checked[index] = True
+        first = self._leading
+        while self._leading < len(self._checked) and self._checked[self._leading]:
+            self._leading += 1
+        if self._leading > first and self._tell is not None:
+            plan, self._told = header.layout, True
+            self._tell(plan.header_bytes + (*plan.offsets, plan.payload_bytes)[self._leading])
+
+    def _take_back(self) -> None:
+        if self._told and self._tell is not None:
+            self._told = False
+            self._tell(0)
 
     def _ready(self, start: int, end: int) -> list[int]:
         """Tensors that these bytes complete."""
@@ -118,7 +142,10 @@ class Arriving:
             return []
         if header is None:
             return []
-        self._header, self._left = header, len(header.digests)
+        if not self._in_place:
+            plan = header.layout
+            self._into[: plan.header_bytes] = header_of(plan, self._name.prefix_id, "raw", plan.sizes, header.raw_digests)
+        self._header, self._left, self._checked = header, len(header.digests), [False] * len(header.digests)
         self._missing = [behind - at for at, behind in pairwise(header.starts)]
         return [index for span in self._spans for index in self._completed(header, *span)]
 

@@ -21,7 +21,7 @@ from kvstore.repo.epochs import Epochs
 from kvstore.repo.root import FIRST_EPOCH, Root, Run
 from kvstore.repo.together import together
 from kvstore.repo.uploads import Uploads
-from tiering import Lease, Miss, Want
+from tiering import Lease, Miss, Tell, Want
 
 _MOST_PROBES: Final = 64  # in one step of the gallop
 _BEHIND: Final = 32  # copies to a newer generation under way; more is dropped
@@ -72,8 +72,8 @@ class BucketOrigin:
         self._behind: set[asyncio.Task[Any]] = set()
         self.counts: Counter[str] = Counter()
 
-    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
-        """Fill `into` with the verified raw object.
+    async def fetch(self, want: Want, into: memoryview, tell: Tell | None = None) -> Miss | None:
+        """Fill `into` with the verified raw object, and tell of its tensors as they come.
 
         A named copy is read at once, and looked for under its other generations when it is gone: two requests for a block that
         is not there. Otherwise the generations e and e-1 are tried.
@@ -82,7 +82,7 @@ class BucketOrigin:
         if not isinstance(ref, BlockWant):
             return Miss.ABSENT
         try:
-            miss = await self._fetch(ref, into)
+            miss = await self._fetch(ref, into, tell)
         except KVTierError as error:
             self.counts[f"failed_{error.kind}"] += 1
             return Miss.TIMEOUT if error.kind == "timeout" else Miss.UNAVAILABLE
@@ -180,25 +180,25 @@ class BucketOrigin:
     async def _exists(self, name: BlockName, copy: Copy) -> bool:
         return not isinstance(await self._root.store.head(self._uploads.key(name, copy.gen)), Absent)
 
-    async def _fetch(self, ref: BlockWant, into: memoryview) -> Miss | None:
+    async def _fetch(self, ref: BlockWant, into: memoryview, tell: Tell | None) -> Miss | None:
         named = ref.copy or self._uploads.known(ref.name)
         if named is not None:
             likely = [named]
         else:
             epoch = await self._epochs.recent()
             likely = [Copy(0, gen, 0, 0) for gen in range(epoch, max(FIRST_EPOCH, epoch - 1) - 1, -1)]
-        miss = await self._first_sound(ref, likely, into)
+        miss = await self._first_sound(ref, likely, into, tell)
         if miss is None or named is None:
             return miss
         tried = {copy.gen for copy in likely}
         others = [copy for copy in await self._uploads.generations(ref.name) if copy.gen not in tried]
-        second = await self._first_sound(ref, others, into)
+        second = await self._first_sound(ref, others, into, tell)
         return None if second is None else _worse(miss, second)
 
-    async def _first_sound(self, ref: BlockWant, copies: Sequence[Copy], into: memoryview) -> Miss | None:
+    async def _first_sound(self, ref: BlockWant, copies: Sequence[Copy], into: memoryview, tell: Tell | None) -> Miss | None:
         worst = Miss.ABSENT
         for copy in copies:
-            miss = await self._read(ref, copy, into)
+            miss = await self._read(ref, copy, into, tell)
             if miss is None:
                 return None
             worst = _worse(miss, worst)
@@ -207,12 +207,12 @@ class BucketOrigin:
     def _has_time(self, until: float) -> bool:
         return self._root.clock.monotonic() + _LIST_S < until
 
-    async def _read(self, ref: BlockWant, copy: Copy, into: memoryview) -> Miss | None:
+    async def _read(self, ref: BlockWant, copy: Copy, into: memoryview, tell: Tell | None = None) -> Miss | None:
         """One generation of a block."""
         name, key = ref.name, self._uploads.key(ref.name, copy.gen)
         try:
             in_place = copy.bytes == into.nbytes or (copy.bytes == 0 and self._expects_raw())
-            got = await (self._read_raw(ref, key, into) if in_place else self._read_coded(ref, key, into, copy.bytes))
+            got = await (self._read_raw(ref, key, into, tell) if in_place else self._read_coded(ref, key, into, tell, copy.bytes))
         except Corrupt:
             self._uploads.forget(name, copy.gen, bad=True)
             self.counts["corrupt_reads"] += 1
@@ -226,28 +226,29 @@ class BucketOrigin:
             self._spawn(self._renew(name, sound))
         return None
 
-    async def _read_raw(self, ref: BlockWant, key: str, into: memoryview) -> Got | None:
+    async def _read_raw(self, ref: BlockWant, key: str, into: memoryview, tell: Tell | None) -> Got | None:
         """Straight into the destination. Whoever repaired the object may have coded it otherwise: then it is decoded after all."""
-        arriving = codec.Arriving(into, ref.name, ref.namespace, into)
+        arriving = _arriving(into, ref, into, tell)
         try:
             got = await self._root.store.get(key, into=into, arrived=arriving.arrived)
         except Corrupt:  # longer than the raw object
-            return await self._read_coded(ref, key, into)
+            return await self._read_coded(ref, key, into, tell)
         if isinstance(got, Absent | Unchanged):
             return None
         if got.size == into.nbytes:
             await self._finish(arriving, got)
         else:
+            _overwritten(tell)
             await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into)
         return got
 
-    async def _read_coded(self, ref: BlockWant, key: str, into: memoryview, nbytes: int = 0) -> Got | None:
+    async def _read_coded(self, ref: BlockWant, key: str, into: memoryview, tell: Tell | None, nbytes: int = 0) -> Got | None:
         """Beside the destination, and decoded to it. `nbytes` is its length where it is known: no more is asked for then."""
         limit = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens).stored_limit
         room = min(nbytes, limit) or limit
         async with self._gate.hold(room):
             stored = np.empty(room, np.uint8).data  # touched only as far as it is filled
-            arriving = codec.Arriving(stored, ref.name, ref.namespace, into)
+            arriving = _arriving(stored, ref, into, tell)
             try:
                 got = await self._root.store.get(key, into=stored, arrived=arriving.arrived)
             except Corrupt:
@@ -258,7 +259,7 @@ class BucketOrigin:
                 return None
             if got is not None:
                 await self._finish(arriving, got)
-        return got or await self._read_coded(ref, key, into)
+        return got or await self._read_coded(ref, key, into, tell)
 
     async def _finish(self, arriving: codec.Arriving, got: Got) -> None:
         """Nothing is left to do where the threads that brought the bytes have done it."""
@@ -285,6 +286,17 @@ class BucketOrigin:
         task = asyncio.create_task(work)
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
+
+
+def _arriving(stored: memoryview, ref: BlockWant, into: memoryview, tell: Tell | None) -> codec.Arriving:
+    """Another attempt to fill `into`, and the end of what was told of the last one."""
+    _overwritten(tell)
+    return codec.Arriving(stored, ref.name, ref.namespace, into, tell)
+
+
+def _overwritten(tell: Tell | None) -> None:
+    if tell is not None:
+        tell(0)
 
 
 def _worse(one: Miss, other: Miss) -> Miss:

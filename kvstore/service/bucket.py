@@ -18,7 +18,7 @@ from kvstore.errors import Denied, KVTierError, Unavailable, Unsupported
 from kvstore.ids import Namespace, NamespaceId
 from kvstore.lifecycle.health import StoreSigns, skew_reason
 from kvstore.repo import Repo
-from tiering import Lease, Miss, Want
+from tiering import Lease, Miss, Tell, Want
 
 log = logging.getLogger(__name__)
 _FIRST_WAIT, _LONGEST_WAIT, _CHECK_EVERY = 0.5, 15.0, 10.0
@@ -127,9 +127,9 @@ class Bucket:
 
     # --- as the hierarchy's origin ---
 
-    async def fetch(self, want: Want, into: memoryview) -> Miss | None:
+    async def fetch(self, want: Want, into: memoryview, tell: Tell | None = None) -> Miss | None:
         """From the bucket, verified."""
-        return Miss.UNAVAILABLE if self._repo is None else await self._repo.origin.fetch(want, into)
+        return Miss.UNAVAILABLE if self._repo is None else await self._repo.origin.fetch(want, into, tell)
 
     async def offer(self, want: Want, value: Lease) -> bool:
         """Keep an anonymous copy."""

@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tiering import Lease, Movers
-from tiering.device import DeviceLease, DeviceTier
+from tiering.device import DeviceTier
+from tiering.device_lease import DeviceLease
 from tiering.testing import TierContract
 
 torch = pytest.importorskip("torch", reason="the `torch` extra is not installed")

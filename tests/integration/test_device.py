@@ -138,7 +138,8 @@ async def test_a_device_that_cannot_be_is_refused(url):
 
 def test_parts_are_layers_and_the_last_one_takes_the_token_ids_along():
     (want,) = block_wants(NS, SHARD, LINKS[:1])
-    ends = layer_ends(want)
+    head, ends = layer_ends(want)
+    assert head == PLAN.header_bytes
     assert len(ends) == NS.layers
     assert ends[-1] == want.size
     assert ends[0] == PLAN.header_bytes + sum(PLAN.sizes[: PLAN.per_layer])

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tiering import DramTier, Lease, Miss, Movers
-from tiering.device import DeviceLease, DeviceTier
+from tiering.device import DeviceTier
+from tiering.device_lease import DeviceLease
 from tiering.streams import HostDevice, open_device
 from tiering.testing import key_of, value_of, want_of
 from tiering.upload import PIECE, pieces
@@ -113,7 +114,7 @@ def slow(monkeypatch):
 
 
 async def test_part_by_part_over_the_batch_and_a_consumer_waits_for_its_part_alone(slow):
-    async with tiers(1 << 20, cut=lambda want: (4000, 7000, want.size)) as (memory, tier):
+    async with tiers(1 << 20, cut=lambda want: (0, (4000, 7000, want.size))) as (memory, tier):
         first, second = await tier.promote_many(await leased(memory, 1, 2))
         assert slow.diary[:9] == [4000, 4000, "mark", 3000, 3000, "mark", 3000, 3000, "mark"]
         assert memory.leases == 2  # nothing was copied yet
