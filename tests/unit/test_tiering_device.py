@@ -2,82 +2,23 @@
 
 import asyncio
 import hashlib
-from contextlib import asynccontextmanager
 
 import pytest
 
-from tiering import DramTier, Lease, Miss, Movers
-from tiering.device import DeviceTier
+from tiering import Lease, Miss
 from tiering.device_lease import DeviceLease
-from tiering.streams import HostDevice, open_device
+from tiering.streams import open_device
 from tiering.testing import key_of, value_of, want_of
 from tiering.upload import PIECE, pieces
 
 torch = pytest.importorskip("torch", reason="the `torch` extra is not installed")
 
-SIZE = 10_000
+from fakes.device import SIZE, bytes_of, leased, slow_device, tiers  # noqa: E402  needs torch
+
 CUDA = pytest.param(
     "cuda:0",
     marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")],
 )
-
-
-class SlowDevice(HostDevice):
-    """A queue that moves only when somebody waits for it, and a diary of what was asked of it."""
-
-    def __init__(self):
-        super().__init__(torch)
-        self.queue, self.done, self.diary, self.waited = [], 0, [], []
-
-    def copy(self, target, source):
-        self.diary.append(target.numel())
-        self.queue.append(lambda: target.copy_(source))
-
-    def mark(self):
-        self.diary.append("mark")
-        return SlowMark(self, len(self.queue))
-
-    def in_use(self):
-        return SlowMark(self, len(self.queue) + 1)  # of somebody else's stream: not passed as far as we know
-
-    def after(self, mark):
-        self.waited.append(mark)
-
-
-class SlowMark:
-    def __init__(self, device, at):
-        self.device, self.at = device, at
-
-    def hold_up(self):
-        self.wait()
-
-    def wait(self):
-        while self.device.done < min(self.at, len(self.device.queue)):
-            self.device.queue[self.device.done]()
-            self.device.done += 1
-
-    def passed(self):
-        return self.device.done >= self.at
-
-
-@asynccontextmanager
-async def tiers(limit, device="cpu", *, registered=True, dram=1 << 22, **more):
-    async with Movers.open() as movers, DramTier.open("dram", dram, movers) as memory:
-        arena = memory.memory if registered else None
-        async with DeviceTier.open("device", limit, device, movers.run, arena=arena, **more) as tier:
-            yield memory, tier
-        assert memory.leases == 0
-
-
-async def leased(memory, *numbers, size=SIZE):
-    wants = [want_of(n, size) for n in numbers]
-    await memory.put_many([(want, memoryview(value_of(n, size))) for n, want in zip(numbers, wants, strict=True)])
-    return list(zip(wants, memory.lease_many(wants), strict=True))
-
-
-def bytes_of(lease):
-    lease.wait()
-    return lease.tensor.cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -107,10 +48,7 @@ async def test_large_values_pass_the_bounce_buffers_in_pieces(monkeypatch):
 
 @pytest.fixture
 def slow(monkeypatch):
-    device = SlowDevice()
-    monkeypatch.setattr("tiering.device.open_device", lambda name: device)
-    monkeypatch.setattr("tiering.upload.PIECE", 1)
-    return device
+    return slow_device(monkeypatch)
 
 
 async def test_part_by_part_over_the_batch_and_a_consumer_waits_for_its_part_alone(slow):
