@@ -105,7 +105,7 @@ class Session:
         self.nbytes = kept.nbytes
         noise = torch.randn(kept.size, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
         kept[:] = noise.view(torch.uint16).numpy().reshape(kept.shape)
-        self._original = self.geometry.cache(model, kept)
+        self._original = self.geometry.cache(model, torch.from_numpy(kept).view(torch.bfloat16))
         self._cache.commit(SESSION, self.ids(), self._original, durability="bucket")
         self.empty()
 

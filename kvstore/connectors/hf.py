@@ -279,10 +279,11 @@ class SessionCache:
         """Copy blocks into a new cache, each byte once, until the prompt or what arrives ends. `far`: some must be waited for."""
         stored = sum(link.tokens for link in links)
         limit = stored if prompt is None else usable(stored, prompt.size)
-        kv, tokens = self._geometry.buffer(limit), np.empty(limit, "<u4")
+        room, tokens = self._geometry.room(self._model, limit), np.empty(limit, "<u4")
         done, miss = 0, ""
         parent: NamespaceId | PrefixId = self.namespace.id
-        with closing(arriving), populating(kv) if far else nullcontext():
+        pages = room.pages if far else None
+        with closing(arriving), closing(room), nullcontext() if pages is None else populating(pages):
             for window, blocks in arriving if limit else ():
                 miss, before = blocks.miss, done
                 if miss == "timeout" and loading is not None:
@@ -295,7 +296,7 @@ class SessionCache:
                         break
                     ids = block_ids[: limit - done]
                     common = ids.size if prompt is None else common_prefix(ids, prompt[done:])
-                    np.copyto(kv[:, :, done : done + common], block_kv[:, :, :common])
+                    room.write(done, block_kv[:, :, :common])
                     tokens[done : done + common] = ids[:common]
                     done += common
                 if not blocks.intact:
@@ -304,7 +305,7 @@ class SessionCache:
                     break
         if loading is not None and done < limit:
             miss = miss or loading.miss
-        cache = self._geometry.cache(self._model, kv[:, :, :done])
+        cache = self._geometry.cache(self._model, room.kv[:, :, :done])
         return Restored(past_key_values=cache, tokens=tokens[:done], miss=miss, **about)
 
     # --- commit ---
@@ -377,11 +378,12 @@ class SessionCache:
         """Hand the node what is not stored. Returns how many leading blocks are stored, or were taken."""
         size = self.namespace.block_tokens
         missing = list(range(self._stored(links).run, len(links)))
+        copy_out = self._geometry.leaving(cache)
 
         def fill(index: int, payload: memoryview) -> None:
             at = missing[index]
             kv, ids = self._geometry.payload(payload, links[at].tokens)
-            self._geometry.copy_out(cache, at * size, kv)
+            copy_out(at * size, kv)
             ids[:] = tokens[at * size : at * size + ids.size]
 
         for pause in (*_PUT_PAUSES, None):

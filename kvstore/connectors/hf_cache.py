@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore import codec
+from kvstore.connectors.hf_staging import DeviceRoom, HostRoom, Leaving, Room
 from kvstore.errors import Invalid, Unsupported
 from kvstore.ids import Namespace, Shard
 
@@ -35,6 +37,11 @@ def kv_dtype(model: Any) -> str:
     if model.dtype not in DTYPES:
         raise Unsupported(f"a model in {model.dtype} is not supported; supported: {', '.join(map(str, DTYPES))}")
     return DTYPES[model.dtype]
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether KV there is this process's own memory."""
+    return device.type == "cpu"
 
 
 def empty_cache(model: Any) -> DynamicCache:
@@ -109,26 +116,39 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         """Room for the KV of that many tokens. By numpy: it asks for huge pages, which saves most of the page faults."""
         return np.empty(self._dims(tokens), dtype=_BITS[self.namespace.dtype])
 
-    def cache(self, model: Any, kv: np.ndarray) -> DynamicCache:
-        """A cache of views of `kv`, which is `[layers, 2, tokens, kv_heads, head_dim]`; nothing is copied on a CPU."""
+    def room(self, model: Any, tokens: int) -> Room:
+        """The same where the model keeps its own."""
+        dtype = _TORCH[self.namespace.dtype]
+        if on_host(model.device):
+            return HostRoom(self.buffer(tokens), dtype)
+        return DeviceRoom(self._dims(tokens), dtype, model.device, self.namespace.block_tokens)
+
+    def cache(self, model: Any, kv: torch.Tensor) -> DynamicCache:
+        """A cache of views of `kv`, which is `[layers, 2, tokens, kv_heads, head_dim]`."""
         cache = empty_cache(model)
         if kv.shape[2] == 0:
             return cache
-        tensor = torch.from_numpy(kv).view(_TORCH[self.namespace.dtype]).to(model.device)
         layers: list[Any] = cache.layers
-        for layer, (keys, values) in zip(layers, tensor.transpose(2, 3).unsqueeze(2), strict=True):
+        for layer, (keys, values) in zip(layers, kv.transpose(2, 3).unsqueeze(2), strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
         return cache
 
+    def leaving(self, cache: Any) -> Callable[[int, np.ndarray], None]:
+        """`copy_out` of that cache, wherever it is: behind what the caller's stream was computing by now."""
+        device = cache.layers[0].keys.device
+        if on_host(device):
+            return partial(self.copy_out, cache)
+        return Leaving(cache, self._dims(self.namespace.block_tokens), _TORCH[self.namespace.dtype], device).copy_out
+
     def copy_out(self, cache: Any, start: int, kv: np.ndarray) -> None:
-        """Copy the tokens from `start` on, as many as `kv` has room for, out of a cache."""
+        """Copy the tokens from `start` on, as many as `kv` has room for, out of a cache on the host."""
         # By numpy: a thread of the client calls this, and torch would start a pool of its own there.
         stop = start + kv.shape[2]
         bits = torch.uint16 if self.namespace.dtype == "BF16" else _TORCH[self.namespace.dtype]
         for layer, (keys, values) in zip(cache.layers, kv, strict=True):
             for target, source in ((keys, layer.keys), (values, layer.values)):
-                np.copyto(target, source.detach()[0, :, start:stop].transpose(0, 1).cpu().view(bits).numpy())
+                np.copyto(target, source.detach()[0, :, start:stop].transpose(0, 1).view(bits).numpy())
 
     def check(self, cache: Any) -> int:
         """The number of tokens in a cache that can be stored.
