@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
+from kvstore.connectors.revisions import model_name
 from kvstore.errors import Unsupported
 from kvstore.ids import Link, Namespace, PrefixId, block_id, canonical_json
 
@@ -41,24 +41,18 @@ def model_namespace(
         Unsupported: The KV of a prefix would not be the same in every prompt that begins with it, or has no canonical layout.
         Invalid: As `Namespace`.
     """
-    rope = config.get("rope_parameters") or {
-        key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key) is not None
-    }
-    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
-        kind = part.get("rope_type", part.get("type"))
-        if kind in _LENGTH_DEPENDENT_ROPE:
-            raise Unsupported(f"RoPE of type {kind!r} makes the keys of a prefix depend on the length of the whole sequence")
+    rope = rope_text(config)
     if config.get("kv_lora_rank"):
         raise Unsupported("this engine expands the latent of MLA before it caches it; the expanded form has no canonical layout")
     heads = config["num_attention_heads"]
     quantization = config.get("quantization_config")
     return Namespace(
-        model=model or _model_name(str(config.get("_name_or_path") or config.get("model_type") or "")),
+        model=model or model_name(str(config.get("_name_or_path") or config.get("model_type") or "")),
         revision=revision,
         layers=config["num_hidden_layers"],
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        rope=canonical_json(rope) if rope else "",
+        rope=rope,
         quantization=canonical_json(quantization) if quantization else "none",
         lora=lora,
         dtype=dtype,
@@ -67,8 +61,20 @@ def model_namespace(
     )
 
 
-def _model_name(name: str) -> str:
-    return PurePath(name).name if name.startswith((".", "/", "~")) else name
+def rope_text(config: Mapping[str, Any]) -> str:
+    """A configuration's RoPE as `Namespace.rope` holds it; "" where it has none.
+
+    Raises:
+        Unsupported: It depends on the length of the whole sequence, so the keys of a prefix differ from prompt to prompt.
+    """
+    rope = config.get("rope_parameters") or {
+        key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key) is not None
+    }
+    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        kind = part.get("rope_type", part.get("type"))
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise Unsupported(f"RoPE of type {kind!r} makes the keys of a prefix depend on the length of the whole sequence")
+    return canonical_json(rope) if rope else ""
 
 
 def agreeing(namespace: Namespace, links: Sequence[Link], tokens: np.ndarray) -> int:

@@ -1,0 +1,163 @@
+"""The half inside a worker of vLLM: copies between the engine's memory and the tier, between steps, on the bridge's threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from kvstore import codec
+from kvstore.connectors.bridge import Bridge
+from kvstore.connectors.transfers import Transfer
+from kvstore.connectors.vllm_layout import HostPages
+from kvstore.connectors.vllm_messages import NOWHERE, Load, Report, Save, Step
+from kvstore.connectors.vllm_names import Model, Place
+from kvstore.errors import Unsupported
+
+M = TypeVar("M", Load, Save)
+
+
+class _Moving(Generic[M]):
+    """What was ordered, and the transfers that do it: one for each attention group."""
+
+    def __init__(self, order: M, transfers: Sequence[Transfer]) -> None:
+        self.order: M = order
+        self.transfers = transfers
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self.transfers)
+
+    def stop(self) -> None:
+        for transfer in self.transfers:
+            transfer.stop()
+
+
+class WorkerHalf:
+    """What a worker does with the KV of its rank.
+
+    Args:
+        model: The engine's KV.
+        place: Which worker it is.
+        bridge: The way to the tier.
+        blocks: How many blocks the engine has.
+    """
+
+    def __init__(self, model: Model, place: Place, bridge: Bridge, blocks: int) -> None:
+        self._model, self._bridge, self._blocks = model, bridge, blocks
+        self._shards = [place.shard(model, group) for group in model.groups]
+        self._saves = place.saves(model)
+        self._pages: list[HostPages] = []
+        self._loading: dict[str, _Moving[Load]] = {}
+        self._saving: dict[int, _Moving[Save]] = {}
+        self._waiting: set[str] = set()
+        self._report = Report()
+        self._broken_blocks = set[int]()
+        self._broken_requests = set[str]()
+
+    def register(self, caches: Mapping[str, Any]) -> None:
+        """The engine's memory.
+
+        Raises:
+            Unsupported: It is not laid out as the namespace says.
+        """
+        namespace = self._model.namespace
+        for group, names in enumerate(self._model.layer_names):
+            missing = [name for name in names if name not in caches]
+            if missing:
+                raise Unsupported(f"there is no cache of layer {missing[0]}")
+            plan = codec.layout(namespace, self._shards[group], namespace.block_tokens)
+            if len(plan.layers) != len(names):
+                raise Unsupported(
+                    f"this pipeline stage has {len(names)} layers, and {len(plan.layers)} were expected",
+                    remedy="VLLM_PP_LAYER_PARTITION with equal parts",
+                )
+            tensors = [caches[name] for name in names]
+            self._pages.append(HostPages(plan, tensors, namespace, self._blocks, self._model.pages[group]))
+
+    def before(self, step: Step) -> None:
+        """Before anything is overwritten: what reads or writes blocks that are somebody else's now ends."""
+        for job in step.halt:
+            if job in self._saving:
+                self._saving[job].stop()
+        for request in step.cancel:
+            if request in self._loading:
+                self._loading[request].stop()
+
+    def begin_loads(self, step: Step) -> None:
+        """Bring blocks in."""
+        for load in step.loads:
+            links = load.links
+            transfers = [
+                self._bridge.load(self._model.namespace, self._shards[group], links, self._placing(group, load), near=load.near)
+                for group in self._model.groups
+            ]
+            self._loading[load.request] = _Moving(load, transfers)
+
+    def begin_saves(self, step: Step) -> None:
+        """Take blocks out, which the forward pass has filled."""
+        self._waiting.update(step.waiting)
+        for save in step.saves:
+            links = save.links
+            transfers = [
+                self._bridge.save(self._model.namespace, self._shards[group], links, self._filling(group, save))
+                for group in self._model.groups
+                if self._saves
+            ]
+            self._saving[save.job] = _Moving(save, transfers)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests of which everything is saved, of those that wait for it; and requests whose load has ended, well or not."""
+        for job in [job for job, saving in self._saving.items() if saving.done]:
+            saving = self._saving.pop(job)
+            count = len(saving.order.prefixes) // 32
+            run = min((transfer.run for transfer in saving.transfers), default=count)
+            self._report = self._report.with_(Report(saved={job: (run,)}))
+        busy = {saving.order.request for saving in self._saving.values()}
+        sent = self._waiting - busy
+        self._waiting -= sent
+        received = {request for request, loading in self._loading.items() if loading.done}
+        for request in received:
+            self._received(self._loading.pop(request))
+        return sent, received
+
+    def _received(self, loading: _Moving[Load]) -> None:
+        load = loading.order
+        run = min(transfer.run for transfer in loading.transfers)
+        if run == len(load.prefixes) // 32:
+            return
+        self._report = self._report.with_(Report(lost={load.request: (run,)}))
+        self._broken_requests.add(load.request)
+        for pages, each in zip(load.pages, self._model.pages, strict=True):
+            self._broken_blocks.update(page for page in pages[run * each :] if page != NOWHERE)
+
+    def take_broken_blocks(self) -> set[int]:
+        """The engine's blocks that were not loaded, since this was last asked: what is in them is not what it should be."""
+        broken, self._broken_blocks = self._broken_blocks, set()
+        return broken
+
+    def take_broken_requests(self) -> set[str]:
+        """Requests whose load was short, since this was last asked."""
+        broken, self._broken_requests = self._broken_requests, set()
+        return broken
+
+    def take_report(self) -> Report | None:
+        """What to tell the scheduler's half."""
+        report, self._report = self._report, Report()
+        return report if report.saved or report.lost else None
+
+    def close(self) -> None:
+        """No byte of the engine's memory is touched after this."""
+        for loading in self._loading.values():
+            loading.stop()
+        for saving in self._saving.values():
+            saving.stop()
+        self._loading.clear()
+        self._saving.clear()
+
+    def _placing(self, group: int, load: Load) -> Callable[[int, memoryview], None]:
+        pages, each, wanted = self._pages[group], self._model.pages[group], load.pages[group]
+        return lambda index, raw: pages.write(wanted[index * each : (index + 1) * each], raw)
+
+    def _filling(self, group: int, save: Save) -> Callable[[int, memoryview], None]:
+        pages, each, filled, tokens = self._pages[group], self._model.pages[group], save.pages[group], save.tokens
+        return lambda index, payload: pages.read(filled[index * each : (index + 1) * each], tokens[index], payload)
