@@ -143,6 +143,11 @@ class DiskTier:
         """How many values are here."""
         return len(self._catalog)
 
+    @property
+    def prewritten(self) -> bool:
+        """Whether a new slab has been written once: until then puts share the disk with that."""
+        return self._prewrite.over
+
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Which are here now, durably."""
         return [self._catalog.contains(key) for key in keys]

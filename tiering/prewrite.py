@@ -21,12 +21,17 @@ def was_prewritten(meta: dict[bytes, bytes], size: int) -> bool:
 
 
 class Prewrite:
-    """Takes pieces that no slot has, writes zeros over them, and gives them back."""
+    """Takes pieces that no slot has, writes zeros over them, and gives them back.
+
+    Attributes:
+        over: Whether it has ended, or given up.
+    """
 
     def __init__(self, name: str, *, slab: Slab, index: Index, catalog: Catalog, movers: Movers) -> None:
         self._name = name
         self._slab, self._index, self._catalog, self._movers = slab, index, catalog, movers
         self._back: asyncio.Event | None = None
+        self.over = False
 
     @property
     def lends(self) -> bool:
@@ -54,3 +59,5 @@ class Prewrite:
             await self._index.commit([Change(META, _DONE, b"%d" % self._slab.size)])
         except OSError as error:
             _log.warning("%s: stopped writing the new slab in advance: %s", self._name, error)
+        finally:
+            self.over = True

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import statistics
 import tempfile
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import count
+from contextlib import ExitStack, asynccontextmanager
+from functools import cache
 from pathlib import Path
 from shutil import disk_usage
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from blake3 import blake3
 
-from kvstore.cli.bench.results import MIB, Ask, Line, Timing, timed
+from kvstore.cli.bench.results import MIB, Ask, Line, Timing
 from kvstore.cli.bench.stopping import Stopping
 from kvstore.cli.output import size
 from kvstore.errors import Invalid, Unavailable
 from tiering import DiskTier, DramSlot, DramTier, Lease, Movers, Stack, StackSettings, Want
 
 DEPTH: Final = 4
-_BATCH: Final = 64 * MIB  # moved in one call
-_CALLS: Final = 64
-_PAGE: Final = 4096
+_BATCH: Final = 128 * MIB  # moved in one call
+_TURNS: Final = 3
 
 
 def room_needed(ask: Ask) -> int:
-    """Bytes on the disk: the file of the bare measure, or the tier with its index, one after the other."""
-    return ask.size + ask.size // 4 + 128 * MIB
+    """Bytes on the disk: the file of the bare measure, and the tier with its index."""
+    return 4 * _at_once(ask) * ask.block + 256 * MIB
 
 
 def refuse_more_than_there_is(folder: Path, ask: Ask) -> None:
@@ -52,122 +52,167 @@ def refuse_more_than_there_is(folder: Path, ask: Ask) -> None:
 
 
 def measure(folder: Path, ask: Ask, seconds: float, stopping: Stopping) -> Iterator[Line]:
-    """Both, in a folder of their own that is gone afterwards."""
+    """Both, in turns, in a folder of their own that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix=".kvtier-bench-", dir=folder) as name:
-        wrote, read, direct = _bare(Path(name) / "bare", ask, seconds / 2)
-        note = f"{DEPTH} at once, {'O_DIRECT' if direct else 'through the page cache: this file system refuses O_DIRECT'}"
-        yield wrote.line("disk_write_raw", note)
-        yield read.line("disk_read_raw", note)
-        (Path(name) / "bare").unlink()
-        put, got = stopping.run(_tier(Path(name) / "tier", ask, seconds / 2))
-        yield put.line("nvme_put", "the disk tier, durable", wrote)
-        yield got.line("nvme_get", "the disk tier, verified", read)
+        took, direct = stopping.run(_in_turns(Path(name), ask, seconds))
+    wrote, read, put, got = took
+    note = f"{DEPTH} at once, {'O_DIRECT' if direct else 'through the page cache: this file system refuses O_DIRECT'}, durable"
+    yield wrote.line("disk_write_raw", note)
+    yield read.line("disk_read_raw", note.removesuffix(", durable"))
+    yield put.line("nvme_put", "the disk tier, durable", wrote)
+    yield got.line("nvme_get", "the disk tier, verified", read)
 
 
-def _bare(path: Path, ask: Ask, seconds: float) -> tuple[Timing, Timing, bool]:
-    """(writing, reading, whether past the page cache)."""
-    with ExitStack() as closing:
-        flags, direct = os.O_RDWR | os.O_CREAT, True
-        try:
-            file = os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            file, direct = os.open(path, flags, 0o600), False
-        closing.callback(os.close, file)
-        pool = closing.enter_context(ThreadPoolExecutor(DEPTH))
-        step = ask.block // _PAGE * _PAGE
-        buffers = [_aligned(step) for _ in range(_at_once(ask))]
-        rounds = max(1, ask.blocks // len(buffers))
+async def _in_turns(folder: Path, ask: Ask, seconds: float) -> tuple[list[Timing], bool]:
+    """([writing, reading, putting, getting], whether past the page cache).
 
-        def move(how: Callable[[int, list[memoryview], int], int], call: int) -> int:
-            start = call % rounds * len(buffers)
-            return sum(pool.map(lambda at: how(file, [buffers[at]], (start + at) * step), range(len(buffers))))
-
-        def write(call: int) -> int:
-            moved = move(os.pwritev, call)
-            os.fdatasync(file)  # durable, as the tier's
-            return moved
-
-        timed(write, rounds, seconds / 2, warm=False)  # the file is new once; the tier writes its slab when it makes it
-        os.fsync(file)
-        rounds = max(1, min(rounds, os.fstat(file).st_size // (step * len(buffers))))  # as far as there was time
-        wrote = timed(write, _CALLS, seconds / 4)
-        os.fsync(file)
-        read = timed(lambda call: move(os.preadv, call), _CALLS, seconds / 4)
-        return wrote, read, direct
-
-
-async def _tier(path: Path, ask: Ask, seconds: float) -> tuple[Timing, Timing]:
-    """(putting, getting) by the way a node takes, through memory."""
+    All from and to the same memory, that of a node's arena: what a disk gives depends on how large the pages are, by a factor of up
+    to two. In turns, for it also depends on the minute.
+    """
     step, batch = ask.block, _at_once(ask)
-    rounds = max(1, ask.blocks // batch)
-    noise = np.random.default_rng(1).bytes(step)
-    took, stored = list[float](), deque[Sequence[Want]](maxlen=rounds)
-    names = count()
     async with (
         Movers.open() as movers,
         DramTier.open("dram", 2 * batch * step + 64 * MIB, movers) as dram,
-        DiskTier.open(path, ask.size + 64 * MIB, movers) as disk,
+        _Bare.open(folder / "bare", ask, dram, movers) as bare,
+        DiskTier.open(folder / "tier", 2 * batch * step + 64 * MIB, movers) as disk,
         Stack.open(dram, disk, [], StackSettings(behind_bytes=batch * step)) as stack,
     ):
+        tier = _Tier(stack, disk, ask)
+        runs = (bare.write, bare.read, tier.put, tier.get)
+        for run in (bare.write, tier.put):  # a file is new once
+            await run()
+        while not disk.prewritten:  # noqa: ASYNC110  nothing in the product waits for it
+            await asyncio.sleep(0.01)
+        took: list[list[float]] = [[] for _ in runs]
+        share = 0.75 * seconds / len(runs) / _TURNS
+        for _ in range(_TURNS):
+            for run, seen in zip(runs, took, strict=True):
+                seen.extend(await _turn(run, share))
+        return [Timing(batch * step / statistics.median(seen), seen) for seen in took], bare.direct
 
-        async def put(_: int) -> int:
-            wants = [Want(blake3(next(names).to_bytes(8, "little")).digest(), step) for _ in range(batch)]
-            leases = [_publish(dram, want, noise) for want in wants]
-            began = time.perf_counter()
+
+async def _turn(run: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
+    """Seconds of each call, as `run` has it, for so long; the first does not count if there is time for another."""
+    ends, took = time.monotonic() + seconds, list[float]()
+    while not took or time.monotonic() < ends:
+        took.append(await run())
+    return took[1:] or took
+
+
+class _Bare:
+    """One file, and threads that each wait for their part of it."""
+
+    def __init__(self, file: int, pool: ThreadPoolExecutor, ask: Ask, dram: DramTier, movers: Movers, *, direct: bool) -> None:
+        self._file, self._pool, self._movers = file, pool, movers
+        self._dram, self._wants = dram, _wants(ask)
+        self.direct = direct
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, path: Path, ask: Ask, dram: DramTier, movers: Movers) -> AsyncIterator[Self]:
+        """Past the page cache, if the file system lets us."""
+        with ExitStack() as closing:
+            flags, direct = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, True
             try:
-                for want in wants:
-                    stack.offer(want)
-                kept = await stack.flush(wants)
-            finally:
-                for lease in leases:
-                    lease.release()
-            took.append(time.perf_counter() - began)
-            dram.discard_many([want.key for want in wants])
-            if not all(kept):
-                raise Unavailable("the disk tier did not take every block", remedy="see that the disk has room and no errors")
-            stored.append(wants)
-            return batch * step
+                file = os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError:
+                file, direct = os.open(path, flags, 0o600), False
+            closing.callback(os.close, file)
+            yield cls(file, closing.enter_context(ThreadPoolExecutor(DEPTH)), ask, dram, movers, direct=direct)
 
-        async def get(index: int) -> int:
-            wants = stored[-1 - index % len(stored)]  # the newest, which have not made way yet
-            began = time.perf_counter()
-            leases = [one for one in await stack.get_many(wants) if isinstance(one, Lease)]
-            took.append(time.perf_counter() - began)
+    async def write(self) -> float:
+        """Seconds until a batch is durable, as the tier's is."""
+        leases = [_publish(self._dram, want) for want in self._wants]
+        try:
+            return await self._movers.run(self._all, os.pwritev, [lease.view for lease in leases])
+        finally:
             for lease in leases:
                 lease.release()
-            dram.discard_many([want.key for want in wants])
-            return len(leases) * step
+            self._dram.discard_many([want.key for want in self._wants])
 
-        await _until(put, rounds, seconds / 2, took)  # every page of the slab is new once
-        putting = await _until(put, _CALLS, seconds / 4, took)
-        return putting, await _until(get, _CALLS, seconds / 4, took)
+    async def read(self) -> float:
+        """Seconds of a batch, unverified."""
+        slots = [_slot(self._dram, want) for want in self._wants]
+        try:
+            return await self._movers.run(self._all, os.preadv, [slot.view for slot in slots])
+        finally:
+            for slot in slots:
+                slot.abort()
+
+    def _all(self, move: Callable[[int, list[memoryview], int], int], views: Sequence[memoryview]) -> float:
+        began = time.perf_counter()
+        done = self._pool.map(lambda at: move(self._file, [views[at]], at * views[at].nbytes), range(len(views)))
+        short = sum(done) != sum(view.nbytes for view in views)
+        if move is os.pwritev:
+            os.fdatasync(self._file)
+        if short:
+            raise Unavailable("the disk did not take or give every byte", remedy="see that it has room and no errors")
+        return time.perf_counter() - began
 
 
-async def _until(run: Callable[[int], Awaitable[int]], calls: int, seconds: float, took: list[float]) -> Timing:
-    """As :func:`kvstore.cli.bench.results.timed`; `run` itself notes how long its part took."""
-    ends, moved = time.monotonic() + seconds, 0
-    took.clear()
-    for index in range(calls):
-        moved += await run(index)
-        if time.monotonic() >= ends:
-            break
-    return Timing(moved / sum(took), list(took))
+class _Tier:
+    """The way a node takes, through memory. Blocks that are put find the disk full of others, which make way."""
+
+    def __init__(self, stack: Stack, disk: DiskTier, ask: Ask) -> None:
+        self._stack, self._disk, self._ask = stack, disk, ask
+        self._first = 0
+        self._stored: Sequence[Want] = []
+
+    async def put(self) -> float:
+        """Seconds until a batch is durable."""
+        self._first += _at_once(self._ask)
+        wants = _wants(self._ask, self._first)
+        leases = [_publish(self._stack.dram, want) for want in wants]
+        try:
+            began = time.perf_counter()
+            for want in wants:
+                self._stack.offer(want)
+            kept = await self._stack.flush(wants)
+            took = time.perf_counter() - began
+        finally:
+            for lease in leases:
+                lease.release()
+            self._stack.dram.discard_many([want.key for want in wants])
+        if not all(kept):
+            raise Unavailable("the disk tier did not take every block", remedy="see that the disk has room and no errors")
+        self._stored = wants
+        return took
+
+    async def get(self) -> float:
+        """Seconds until the newest batch is in memory again, verified."""
+        began = time.perf_counter()
+        leases = [one for one in await self._stack.get_many(self._stored) if isinstance(one, Lease)]
+        took = time.perf_counter() - began
+        for lease in leases:
+            lease.release()
+        self._stack.dram.discard_many([want.key for want in self._stored])
+        if len(leases) != len(self._stored):
+            raise Unavailable("the disk tier lost blocks that it took", remedy="see that the disk has no errors")
+        return took
 
 
-def _publish(dram: DramTier, want: Want, value: bytes) -> Lease:
+def _wants(ask: Ask, first: int = 0) -> list[Want]:
+    return [Want(blake3((first + at).to_bytes(8, "little")).digest(), ask.block) for at in range(_at_once(ask))]
+
+
+def _slot(dram: DramTier, want: Want) -> DramSlot:
     slot = dram.reserve(want)
     if not isinstance(slot, DramSlot):
         raise Unavailable("there was no room in memory", remedy="a smaller --size")
-    slot.view[:] = value
+    return slot
+
+
+def _publish(dram: DramTier, want: Want) -> Lease:
+    slot = _slot(dram, want)
+    slot.view[:] = _noise(want.size)
     return slot.commit()
 
 
+@cache
+def _noise(nbytes: int) -> bytes:
+    """Incompressible: some disks compress."""
+    return np.random.default_rng(1).bytes(nbytes)
+
+
 def _at_once(ask: Ask) -> int:
-    return max(1, min(ask.blocks, _BATCH // ask.block))
-
-
-def _aligned(nbytes: int) -> memoryview:
-    """Page-aligned, incompressible: some disks compress."""
-    whole = np.frombuffer(np.random.default_rng(nbytes).bytes(nbytes + _PAGE), np.uint8).copy()
-    start = -whole.ctypes.data % _PAGE
-    return whole[start : start + nbytes].data
+    return max(1, min(ask.blocks // 2, _BATCH // ask.block))
