@@ -48,9 +48,9 @@ class Child:
             for each in done
         ]
 
-    def forget(self):
-        """Drop the engine's own prefix cache, not the tier's."""
-        return self.llm.reset_prefix_cache()
+    def forget(self, connector):
+        """Drop the engine's own prefix cache; with `connector`, also what its connector keeps in the engine's memory."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
 
     def call(self, function, arguments):
         """`module:function` beside this file, with the engine as its first argument."""

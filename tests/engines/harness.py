@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 import kvstore
+from kvstore.clock import RandomIds
 from kvstore.demo.processes import Node as DemoNode
 from kvstore.demo.processes import Process
 from kvstore.objects import OVERWRITE, S3Store
@@ -68,7 +69,10 @@ class Engine:
 
     def __init__(self, name, folder, model, *, connector=None, environment=None, **llm):
         self.name, self._log = name, Path(folder) / f"{name}.log"
-        self._fields = {"model": str(model), **({"kv_transfer_config": connector} if connector else {}), **llm}
+        self._id = f"kvtier-{RandomIds().new()}"
+        self._fields = {"model": str(model), **llm}
+        if connector:
+            self._fields["kv_transfer_config"] = {"engine_id": self._id, **connector}
         self._folder = Path(folder)
         self._environment = {
             "PYTHONPATH": str(HERE),
@@ -103,6 +107,8 @@ class Engine:
 
     def __exit__(self, *_):
         self._process.__exit__()
+        for left in Path("/dev/shm").glob(f"vllm_offload_{self._id}*"):  # vLLM leaves it there when it is killed
+            left.unlink()
         self._started.seconds = time.monotonic() - self._begun
 
     @property
@@ -143,9 +149,9 @@ class Engine:
         answers = self.ask("generate", timeout_s=timeout_s, prompts=list(prompts), sampling=sampling)
         return [msgspec.convert(each, Answer) for each in answers]
 
-    def forget(self):
-        """Drop the engine's own prefix cache; the tier keeps what it has."""
-        return self.ask("forget")
+    def forget(self, *, connector=False):
+        """Drop the engine's own prefix cache; with `connector`, also what its connector keeps in the engine's memory."""
+        return self.ask("forget", connector=connector)
 
     def call(self, function, timeout_s=COMMAND_S, **arguments):
         """Run `module:function` of this folder inside the engine, with the `LLM` as first argument; its result must be JSON."""
