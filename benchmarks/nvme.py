@@ -1,7 +1,8 @@
 """The disk tier beside the bare medium: values read into the arena and verified, and values made durable.
 
-The baselines move as many bytes by O_DIRECT between one file and the same memory, four requests at a time, neither checked nor
-synced.
+The baselines move the same bytes by O_DIRECT, four requests at a time, neither checked nor synced: between the same memory and the
+same places of the same file. A file of their own would lie elsewhere, in other pieces, and other memory has larger or smaller
+pages: either changes what the medium gives by more than what is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from _cases import MIB, Case
 
 from tiering import DiskTier, DramSlot, DramTier, Lease, Movers, Stack, StackSettings, Want
+from tiering.extents import PAGE
 from tiering.testing import key_of
 
 CASES = ("nvme_get", "nvme_put", "nvme_get_raw", "nvme_put_raw")
@@ -35,7 +37,7 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
         rig = Rig(loop, size)
         closing.callback(lambda: loop.run_until_complete(rig.close()))
         loop.run_until_complete(rig.open(folder))
-        bare = closing.enter_context(Bare.open(folder, size, rig))
+        bare = closing.enter_context(Bare.open(rig))
         yield {
             "nvme_get": Case(rig.get, CALL, TOTAL // CALL),
             "nvme_put": Case(rig.put, PUT, 1, rig.forget),
@@ -48,7 +50,7 @@ class Rig:
     """A hierarchy of DRAM and disk, with values on the disk to read, and others in DRAM to write."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
-        self._loop, self._size = loop, size
+        self._loop, self.size = loop, size
         self._parts = AsyncExitStack()
         self._stored = [Want(key_of(n), size) for n in range(TOTAL // size)]
         self._new = [Want(key_of(1 << 20 | n), size) for n in range(PUT // size)]
@@ -56,14 +58,15 @@ class Rig:
 
     async def open(self, folder: Path) -> None:
         """Fill it."""
+        self.file = folder / f"tier{self.size}" / "slab"
         movers = await self._parts.enter_async_context(Movers.open())
         dram = await self._parts.enter_async_context(DramTier.open("dram", PUT + 2 * CALL, movers))
-        self.disk = await self._parts.enter_async_context(DiskTier.open(folder / f"tier{self._size}", TOTAL + 2 * PUT, movers))
+        self.disk = await self._parts.enter_async_context(DiskTier.open(self.file.parent, TOTAL + 2 * PUT, movers))
         settings = StackSettings(behind_bytes=PUT)
         self.stack = await self._parts.enter_async_context(Stack.open(dram, self.disk, [], settings))
-        while self.disk._catalog._space._holes.free_bytes:  # noqa: SLF001, ASYNC110  a slab is new once; that is not measured
+        while not self.disk.prewritten:  # noqa: ASYNC110  a slab is new once; that is not measured
             await asyncio.sleep(0.01)
-        noise = np.random.default_rng(self._size).bytes(self._size)
+        noise = np.random.default_rng(self.size).bytes(self.size)
         self.fresh = [self._publish(want, noise) for want in self._new]
         for want in self._stored:
             with self._publish(want, noise):
@@ -78,7 +81,7 @@ class Rig:
 
     def get(self, call: int) -> None:
         """Values that are on the disk only."""
-        count = CALL // self._size
+        count = CALL // self.size
         wants = self._stored[call * count : (call + 1) * count]
         leases = self._loop.run_until_complete(self.stack.get_many(wants))
         for lease in leases:
@@ -101,6 +104,11 @@ class Rig:
         assert self.disk.discard_many([want.key for want in self._new]) == len(self._new)
         self._loop.run_until_complete(self.disk._index.commit([]))  # noqa: SLF001  the room is free again
 
+    def places(self, *, stored: bool) -> list[int]:
+        """Where in the file the bytes are of what is stored, or of what `put` wrote just now."""
+        entries = self.disk._catalog._entries  # noqa: SLF001  only who measures the medium cares
+        return [entries[want.key].placed.offset + PAGE for want in (self._stored if stored else self._new)]
+
     def _publish(self, want: Want, value: bytes) -> Lease:
         slot = self.stack.dram.reserve(want)
         assert isinstance(slot, DramSlot)
@@ -109,40 +117,39 @@ class Rig:
 
 
 class Bare:
-    """One file, and threads that each wait for their part of it."""
+    """The tier's file, and threads that each wait for their part of it."""
 
-    def __init__(self, descriptor: int, size: int, pool: ThreadPoolExecutor, rig: Rig) -> None:
-        self._file, self._size, self._pool, self._rig = descriptor, size, pool, rig
+    def __init__(self, descriptor: int, pool: ThreadPoolExecutor, rig: Rig) -> None:
+        self._file, self._pool, self._rig = descriptor, pool, rig
+        self._stored = rig.places(stored=True)
+        rig.put(0)
+        self._room = rig.places(stored=False)  # nobody has it between two calls of `put`
+        rig.forget()
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, size: int, rig: Rig) -> Iterator[Bare]:
-        """Written once, as the tier's slab is."""
-        descriptor = os.open(folder / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    def open(cls, rig: Rig) -> Iterator[Bare]:
+        """Until the block ends."""
+        descriptor = os.open(rig.file, os.O_RDWR | os.O_DIRECT)
         try:
             with ThreadPoolExecutor(DEPTH) as pool:
-                bare = cls(descriptor, size, pool, rig)
-                for part in range(TOTAL // PUT):
-                    bare.write(part)
-                os.fsync(descriptor)
-                yield bare
+                yield cls(descriptor, pool, rig)
         finally:
             os.close(descriptor)
 
     def read(self, call: int) -> None:
         """Straight into the arena."""
-        wants = [Want(key_of(1 << 21 | n), self._size) for n in range(CALL // self._size)]
+        count = CALL // self._rig.size
+        wants = [Want(key_of(1 << 21 | n), self._rig.size) for n in range(count)]
         slots = [slot for slot in map(self._rig.stack.dram.reserve, wants) if isinstance(slot, DramSlot)]
-        self._all(os.preadv, call * CALL, [slot.view for slot in slots])
+        self._all(os.preadv, [slot.view for slot in slots], self._stored[call * count : (call + 1) * count])
         for slot in slots:
             slot.abort()
 
-    def write(self, call: int) -> None:
+    def write(self, _: int) -> None:
         """Straight from the arena."""
-        self._all(os.pwritev, call * PUT, [lease.view for lease in self._rig.fresh])
+        self._all(os.pwritev, [lease.view for lease in self._rig.fresh], self._room)
 
-    def _all(self, move: Callable[[int, list[memoryview], int], int], start: int, views: Sequence[memoryview]) -> None:
-        def one(at: int) -> int:
-            return move(self._file, [views[at]], start + at * self._size)
-
-        assert set(self._pool.map(one, range(len(views)))) == {self._size}
+    def _all(self, move: Callable[[int, list[memoryview], int], int], views: Sequence[memoryview], places: Sequence[int]) -> None:
+        moved = self._pool.map(lambda view, at: move(self._file, [view], at), views, places)
+        assert list(moved) == [self._rig.size] * len(places)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,12 +21,13 @@ from kvstore.cli.config import ConfigOption, SetOption, read
 from kvstore.cli.embedded import DataOption, beside, data_folder
 from kvstore.cli.output import Format, FormatOption
 from kvstore.config import Settings, parse_bytes
-from kvstore.errors import EXIT_FAILED, Invalid, KVTierError
+from kvstore.errors import EXIT_FAILED, Invalid, KVTierError, Unavailable
 
 BLOCK: Final = 8 * MIB
 _LEAST, _MOST = BLOCK, 1 << 40
 _QUICK_OBJECT: Final = 2 * MIB
 _SECONDS, _QUICK_S = 40.0, 9.0  # and half of it for starting and stopping servers and cleaning up, at most
+_QUICK_MOST_S, _CLEAN_S = 14.0, 3.5  # of all but imports; and of that for emptying the bucket and stopping its server
 _INTERRUPTED: Final = 130
 _SHARES: Final = {"memory": 0.2, "disk": 0.35, "bucket": 0.35, "codec": 0.1}
 
@@ -36,7 +41,7 @@ def bench(
     path: Annotated[
         Path | None, typer.Option("--path", metavar="FOLDER", help="On the disk to measure; that of nvme.path by default.")
     ] = None,
-    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Bytes to measure with: 512MiB, or 96MiB with --quick.")] = "",
+    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Bytes to measure with: 512MiB, with --quick 192MiB.")] = "",
     model: Annotated[
         str, typer.Option("--model", help="Whose KV is restored: a name, or layers x KV heads x head dimension, as 32x8x128.")
     ] = DEFAULT,
@@ -60,7 +65,8 @@ def bench(
     Needs no node: it starts one for the DRAM tier. Everything it writes is deleted again, also on Ctrl-C. Ends with 1 where
     something could not be measured.
     """
-    kind, nbytes = geometry(model), parse_bytes(size or ("96MiB" if quick else "512MiB"), "--size")
+    ends = time.monotonic() + _QUICK_MOST_S - _CLEAN_S if quick else math.inf
+    kind, nbytes = geometry(model), parse_bytes(size or ("192MiB" if quick else "512MiB"), "--size")
     if not _LEAST <= nbytes <= _MOST:
         raise Invalid(f"--size is {nbytes} bytes; at least {output.size(_LEAST)}")
     ask = Ask(
@@ -73,7 +79,7 @@ def bench(
     shown = _Shown(Format.json if json else form)
     try:
         with Stopping.watch() as stopping:
-            for name, part in _parts(loaded, data_folder(data), folder, kind, ask, stopping).items():
+            for name, part in _parts(loaded, data_folder(data), folder, kind, ask, stopping, ends).items():
                 shown.part(name, part)
             if hf_model is not None:
                 shown.part("model", lambda take: take(next(real.measure(hf_model))))
@@ -90,8 +96,14 @@ def bench(
 Part = Callable[[Callable[[Line], None]], None]
 
 
-def _parts(settings: Settings, data: Path, folder: Path, kind: Geometry, ask: Ask, stopping: Stopping) -> dict[str, Part]:
-    """What to measure, in order; each hands its results over as they come."""
+def _parts(
+    settings: Settings, data: Path, folder: Path, kind: Geometry, ask: Ask, stopping: Stopping, ends: float
+) -> dict[str, Part]:
+    """What to measure, in order; each hands its results over as they come.
+
+    The bucket is last: what others take longer than their share comes off its time, to end by `ends`, and it may answer as late as
+    it likes.
+    """
 
     def all_of(measure: Callable[[float], Iterator[Line]], name: str) -> Part:
         def run(take: Callable[[Line], None]) -> None:
@@ -102,11 +114,17 @@ def _parts(settings: Settings, data: Path, folder: Path, kind: Geometry, ask: As
 
     def of_bucket(take: Callable[[Line], None]) -> None:
         async def run() -> None:
-            async with beside(settings, data) as found:
+            async with AsyncExitStack() as closing:
+                try:
+                    async with asyncio.timeout(max(0.0, ends - time.monotonic()) if ends < math.inf else None):
+                        found = await closing.enter_async_context(beside(settings, data))
+                except TimeoutError:
+                    raise Unavailable("the S3 server did not start in time", remedy="leave --quick out") from None
                 if not found.store.url:
                     take(Line(name="bucket", note="not measured: name one by --store, or set store.url"))
                     return
-                async for line in bucket.measure(found, ask, _SHARES["bucket"] * ask.seconds):
+                seconds = min(_SHARES["bucket"] * ask.seconds, (ends - time.monotonic()) / bucket.LATE)
+                async for line in bucket.measure(found, ask, seconds):
                     take(line)
 
         stopping.run(run())
@@ -114,8 +132,8 @@ def _parts(settings: Settings, data: Path, folder: Path, kind: Geometry, ask: As
     return {
         "memory": all_of(lambda seconds: memory.measure(ask, seconds), "memory"),
         "disk": all_of(lambda seconds: disk.measure(folder, ask, seconds, stopping), "disk"),
-        "bucket": of_bucket,
         "codec": all_of(lambda seconds: coding.measure(kind, seconds), "codec"),
+        "bucket": of_bucket,
     }
 
 

@@ -69,7 +69,7 @@ async def _in_turns(folder: Path, ask: Ask, seconds: float) -> tuple[list[Timing
     All from and to the same memory, that of a node's arena: what a disk gives depends on how large the pages are, by a factor of up
     to two. In turns, for it also depends on the minute.
     """
-    step, batch = ask.block, _at_once(ask)
+    step, batch, ends = ask.block, _at_once(ask), time.monotonic() + seconds
     async with (
         Movers.open() as movers,
         DramTier.open("dram", 2 * batch * step + 64 * MIB, movers) as dram,
@@ -85,7 +85,9 @@ async def _in_turns(folder: Path, ask: Ask, seconds: float) -> tuple[list[Timing
             await asyncio.sleep(0.01)
         took: list[list[float]] = [[] for _ in runs]
         share = 0.75 * seconds / len(runs) / _TURNS
-        for _ in range(_TURNS):
+        for turn in range(_TURNS):
+            if turn and time.monotonic() > ends:
+                break
             for run, seen in zip(runs, took, strict=True):
                 seen.extend(await _turn(run, share))
         return [Timing(batch * step / statistics.median(seen), seen) for seen in took], bare.direct
