@@ -1,0 +1,279 @@
+"""Sessions for agent frameworks: an id goes along with every request, and the KV is warm when the engine looks for it.
+
+::
+
+    agents = AgentSessions("kvtier+unix:///run/kvtier/node.sock", model="SmolLM2-135M-Instruct")
+    client = openai.OpenAI(base_url=..., http_client=httpx.Client(transport=agents.transport()))
+    with session("chat-42"):
+        client.chat.completions.create(...)     # X-Session-ID: chat-42; its KV is on its way before the engine has the prompt
+
+Nothing here waits for a tier or fails without one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import httpx
+
+from kvstore import api
+from kvstore.connectors.bridge import Bridge
+
+if TYPE_CHECKING:
+    from kvstore.client import SyncClient
+
+HEADER: Final = "X-Session-ID"
+PARENT_HEADER: Final = "X-Parent-Session-ID"
+IDLE_S: Final = 30.0  # a session that was not used that long is restored again: it may have left the tier
+_REMEMBERED: Final = 4096
+_MOST_BODY: Final = 64 << 20
+
+_session: ContextVar[str] = ContextVar("kvtier_session", default="")
+_parent: ContextVar[str] = ContextVar("kvtier_parent", default="")
+
+
+@contextmanager
+def session(session_id: str, *, parent: str = "") -> Iterator[None]:
+    """Requests in here, and in tasks that are started here, belong to this session. Where it is new, it is a fork of `parent`."""
+    tokens = _session.set(session_id), _parent.set(parent)
+    try:
+        yield
+    finally:
+        _session.reset(tokens[0])
+        _parent.reset(tokens[1])
+
+
+class AgentSessions:
+    """One program's way to its sessions' KV. Close it, or use it in a `with` statement.
+
+    Args:
+        url: A storage URL: that of the node beside the engine.
+        model: The namespace's model id, where sessions are used with several models; by default a session's only one.
+        tier: Where restored KV is put.
+    """
+
+    def __init__(self, url: str, *, model: str = "", tier: api.Target = "dram") -> None:
+        self.bridge = Bridge(url)
+        self._model, self._tier = model, tier
+        self._used: OrderedDict[str, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def warm(self, session_id: str, *, version: int | None = None) -> bool:
+        """Bring a session's KV near, unless that was just done. Returns at once; whether anything was asked for."""
+        now = time.monotonic()
+        with self._lock:
+            last = self._used.pop(session_id, None)
+            self._used[session_id] = now
+            if len(self._used) > _REMEMBERED:
+                self._used.popitem(last=False)
+        if version is None and last is not None and now - last < IDLE_S:
+            return False
+
+        def restore(kv: SyncClient) -> None:
+            kv.restore(session_id, model=self._model, version=version, tier=self._tier)
+
+        return self.bridge.call("restore", restore) is not None
+
+    def transport(
+        self,
+        inner: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+        *,
+        session_id: str = "",
+        in_body: bool = False,
+    ) -> SessionTransport:
+        """For `httpx.Client(transport=...)` and `httpx.AsyncClient(transport=...)`.
+
+        Args:
+            inner: What sends the requests; httpx's own by default.
+            session_id: Of requests outside of any :func:`session`.
+            in_body: Whether the id is put into JSON bodies, too, as `vllm_xargs.session_id`: for vLLM without a gateway before it,
+                which shows headers to no connector. Other servers may refuse a field that they do not know.
+        """
+        return SessionTransport(self, inner, session_id, in_body=in_body)
+
+    def close(self) -> None:
+        """Let go of the node."""
+        self.bridge.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SessionTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Adds the session's id to requests, and warms its KV while they travel; see `AgentSessions.transport`."""
+
+    def __init__(
+        self,
+        sessions: AgentSessions,
+        inner: httpx.BaseTransport | httpx.AsyncBaseTransport | None,
+        session_id: str,
+        *,
+        in_body: bool,
+    ) -> None:
+        self._sessions, self._inner, self._session_id, self._in_body = sessions, inner, session_id, in_body
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx."""
+        if self._inner is None:
+            self._inner = httpx.HTTPTransport()
+        if not isinstance(self._inner, httpx.BaseTransport):
+            raise TypeError("this transport was given an async one: use it with httpx.AsyncClient")
+        return self._inner.handle_request(self._marked(request))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx."""
+        if self._inner is None:
+            self._inner = httpx.AsyncHTTPTransport()
+        if not isinstance(self._inner, httpx.AsyncBaseTransport):
+            raise TypeError("this transport was given a blocking one: use it with httpx.Client")
+        return await self._inner.handle_async_request(self._marked(request))
+
+    def close(self) -> None:
+        """See httpx. The sessions stay open."""
+        if isinstance(self._inner, httpx.BaseTransport):
+            self._inner.close()
+
+    async def aclose(self) -> None:
+        """See httpx. The sessions stay open."""
+        if isinstance(self._inner, httpx.AsyncBaseTransport):
+            await self._inner.aclose()
+
+    def _marked(self, request: httpx.Request) -> httpx.Request:
+        named = request.headers.get(HEADER) or _session.get() or self._session_id
+        if not named or request.method != "POST":
+            return request
+        headers = request.headers.copy()
+        headers.setdefault(HEADER, named)
+        if parent := _parent.get():
+            headers.setdefault(PARENT_HEADER, parent)
+        self._sessions.warm(named)
+        body = _with_xargs(request, named, parent) if self._in_body else None
+        if body is None:
+            request.headers = headers
+            return request
+        headers["Content-Length"] = str(len(body))
+        return httpx.Request(request.method, request.url, headers=headers, content=body, extensions=request.extensions)
+
+
+def _with_xargs(request: httpx.Request, named: str, parent: str) -> bytes | None:
+    """The JSON body with the ids in `vllm_xargs`; None where it is no JSON object in memory."""
+    try:
+        content = request.content
+        if len(content) > _MOST_BODY:
+            return None
+        fields = json.loads(content)
+    except (httpx.RequestNotRead, ValueError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    said = fields.get("vllm_xargs")
+    ids = {"session_id": named} | ({"parent_session_id": parent} if parent else {})
+    fields["vllm_xargs"] = ids | said if isinstance(said, dict) else ids
+    return json.dumps(fields).encode()
+
+
+class Items(Protocol):
+    """The OpenAI Agents SDK's `Session`."""
+
+    session_id: str
+
+    async def get_items(self, limit: int | None = None) -> list[Any]:
+        """The conversation, or its last items."""
+        ...
+
+    async def add_items(self, items: list[Any]) -> None:
+        """Append."""
+        ...
+
+    async def pop_item(self) -> Any:
+        """Take the last one away."""
+        ...
+
+    async def clear_session(self) -> None:
+        """Take all away."""
+        ...
+
+
+class KVSession:
+    """Any session of the OpenAI Agents SDK, whose KV lives as it does: warmed when it is read, gone back with it, deleted with it.
+
+    ::
+
+        runner = Runner.run(agent, "...", session=KVSession(SQLiteSession("chat-42"), agents))
+
+    Args:
+        inner: What keeps the conversation.
+        sessions: The way to the KV.
+        namespace: Id of the session's namespace, where it has several.
+    """
+
+    def __init__(self, inner: Items, sessions: AgentSessions, *, namespace: str = "") -> None:
+        self._inner, self._sessions, self._namespace = inner, sessions, namespace
+        self._marks: list[tuple[int, int]] = []  # how many items there were when the KV had which version
+        self._items = 0
+
+    @property
+    def session_id(self) -> str:
+        """The inner one's."""
+        return self._inner.session_id
+
+    def __getattr__(self, name: str) -> Any:  # what else the SDK asks of a session
+        return getattr(self._inner, name)
+
+    async def get_items(self, limit: int | None = None) -> list[Any]:
+        """The conversation; its KV is on its way."""
+        self._sessions.warm(self.session_id)
+        items = await self._inner.get_items(limit)
+        if limit is None:
+            self._items = len(items)
+        return items
+
+    async def add_items(self, items: list[Any]) -> None:
+        """Append; where the KV stood before is remembered, so that `pop_item` can go back there."""
+        before = self._items
+        self._items += len(items)
+
+        def note(kv: SyncClient) -> None:
+            version = kv.get_session(self.session_id, namespace=self._namespace).version
+            if version and (not self._marks or self._marks[-1][1] < version):
+                self._marks.append((before, version))
+                del self._marks[:-_REMEMBERED]
+
+        self._sessions.bridge.call("get_session", note)
+        await self._inner.add_items(items)
+
+    async def pop_item(self) -> Any:
+        """Take the last item away; the KV goes back to the last version that knew no more than what is left."""
+        popped = await self._inner.pop_item()
+        if popped is None:
+            return None
+        self._items = left = max(0, self._items - 1)
+
+        def back(kv: SyncClient) -> None:
+            self._marks[:] = [mark for mark in self._marks if mark[0] <= left]
+            if not self._marks:
+                return
+            items, version = self._marks[-1]
+            if kv.get_session(self.session_id, namespace=self._namespace).version > version:
+                gone_back = kv.rewind(self.session_id, version=version, namespace=self._namespace)
+                self._marks[-1] = (items, gone_back.version)
+
+        self._sessions.bridge.call("rewind", back)
+        return popped
+
+    async def clear_session(self) -> None:
+        """Take all away, the KV too."""
+        await self._inner.clear_session()
+        self._items = 0
+        self._marks.clear()
+        self._sessions.bridge.call("delete_session", lambda kv: kv.delete_session(self.session_id, namespace=self._namespace))
