@@ -167,7 +167,15 @@ async def _repository(
         breaking = BreakingStore.open(hedging, signs.breaker, clock, keys.format, signs.faults.saw)
         retrying = RetryingStore(await lifetime.enter_async_context(breaking), clock, ids, rest=signs.breaker.rest)
         opening = Repo.open(
-            RangedStore(retrying), keys, clock, ids, movers.run, repo_settings, guarantees=seen, corrupt_reads=signs.corrupt_reads
+            RangedStore(retrying),
+            keys,
+            clock,
+            ids,
+            movers.run,
+            repo_settings,
+            guarantees=seen,
+            corrupt_reads=signs.corrupt_reads,
+            share=movers.share,
         )
         repo = await lifetime.enter_async_context(opening)
         signs.choice = repo.uploads.choice

@@ -28,6 +28,8 @@ class Movers:
         self.threads = threads
         self._pool = pool
         self._idle = asyncio.Semaphore(threads)
+        self._running = self._helping = 0
+        self._lock = threading.Lock()  # of helpers, who come and go on their own threads
 
     @classmethod
     @asynccontextmanager
@@ -48,7 +50,33 @@ class Movers:
         """
         async with self._idle:
             loop = asyncio.get_running_loop()
-            return await settled(loop.run_in_executor(self._pool, lambda: fn(*args, **kwargs)))
+            self._running += 1
+            try:
+                return await settled(loop.run_in_executor(self._pool, lambda: fn(*args, **kwargs)))
+            finally:
+                self._running -= 1
+
+    def share(self, step: Callable[[], bool]) -> None:
+        """Have idle threads call `step` until it returns False; each leaves after a step when a call of `run` needs it.
+
+        For a function that `run` runs and that is many short steps: alone, it gets every core. From any thread; it waits for
+        nothing and promises nothing, so whoever asks does the steps, too. `step` raises nothing.
+        """
+        for _ in range(self.threads - max(1, self._running)):
+            try:
+                self._pool.submit(self._help, step)
+            except RuntimeError:  # about to be closed
+                return
+
+    def _help(self, step: Callable[[], bool]) -> None:
+        with self._lock:
+            self._helping += 1
+        try:
+            while self._running + self._helping <= self.threads and step():
+                pass
+        finally:
+            with self._lock:
+                self._helping -= 1
 
 
 async def settled(future: asyncio.Future[T]) -> T:

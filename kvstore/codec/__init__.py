@@ -13,6 +13,7 @@ from kvstore.codec.block import Encoded, decode, decode_in_place, decode_layers,
 from kvstore.codec.coding import CODECS, Codec, compressed, decompressed
 from kvstore.codec.header import Header, block_digest, header_length, stored_header
 from kvstore.codec.layout import MAX_OBJECT_BYTES, Layout, TensorSpec, layout, shard_layers, tensor_specs
+from kvstore.codec.sharing import Share
 
 __all__ = [
     "CODECS",
@@ -22,6 +23,7 @@ __all__ = [
     "Encoded",
     "Header",
     "Layout",
+    "Share",
     "TensorSpec",
     "block_digest",
     "compressed",

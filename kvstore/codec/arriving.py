@@ -12,6 +12,7 @@ from typing import Final
 from kvstore.codec.block import check_tensor, decode, place_tensor, verify
 from kvstore.codec.header import Header, header_length, header_of, stored_header
 from kvstore.codec.layout import layout_of
+from kvstore.codec.sharing import Share
 from kvstore.errors import Corrupt, Invalid
 from kvstore.ids import BlockName, Namespace
 
@@ -93,8 +94,8 @@ class Arriving:
                 if self._tell is not None and self._error is None:
                     self._tell_of(header, ready)
 
-    def finish(self, nbytes: int) -> None:
-        """The object is all there, and so long; do what is still to be done.
+    def finish(self, nbytes: int, share: Share | None = None) -> None:
+        """The object is all there, and so long; do what is still to be done. `share` finds threads that help.
 
         Raises:
             Corrupt: It is not this block, or not intact. `into` holds garbage.
@@ -108,10 +109,10 @@ class Arriving:
         if header is None or self._left:
             whole = self._stored[:nbytes]
             if self._in_place:
-                verify(whole, self._name, self._ns)
+                verify(whole, self._name, self._ns, share)
             else:
                 self._take_back()
-                decode(whole, self._name, self._ns, self._into)
+                decode(whole, self._name, self._ns, self._into, share)
 
     def _tell_of(self, header: Header, ready: list[int]) -> None:
         for index in ready:

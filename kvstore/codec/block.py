@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Final
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
-from kvstore.codec.coding import Codec, decode_tensor, encode_tensor
+from kvstore.codec.coding import Codec, decode_tensor, frame_of, lay, plane_bytes
 from kvstore.codec.header import Header, header_of, stored_header
 from kvstore.codec.layout import Layout, layout_of
+from kvstore.codec.sharing import Share, each
 from kvstore.errors import Corrupt, Invalid
 from kvstore.ids import BlockName, Namespace
 
@@ -52,32 +54,43 @@ def seal(raw: memoryview, name: BlockName, ns: Namespace) -> None:
     view[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", expected.sizes, digests)
 
 
-def verify(raw: memoryview, name: BlockName, ns: Namespace) -> None:
-    """Require that these bytes are the named block as a raw object.
+def verify(raw: memoryview, name: BlockName, ns: Namespace, share: Share | None = None) -> None:
+    """Require that these bytes are the named block as a raw object. `share` finds threads that help.
 
     Raises:
         Corrupt: They are not.
         Invalid: As `layout`, or the name is of another namespace.
     """
-    _verified(memoryview(raw).cast("B"), name, ns)
+    _verified(memoryview(raw).cast("B"), name, ns, share)
 
 
-def _verified(raw: memoryview, name: BlockName, ns: Namespace) -> Header:
+def _verified(raw: memoryview, name: BlockName, ns: Namespace, share: Share | None) -> Header:
+    header, payload = _open_raw(raw, name, ns)
+    each(lambda index: check_tensor(header, index, payload), len(header.digests), share)
+    return header
+
+
+def _open_raw(raw: memoryview, name: BlockName, ns: Namespace) -> tuple[Header, memoryview]:
     header, payload = _open(raw, name, ns)
     if header.codec != "raw":
         raise Corrupt(f"block: codec {header.codec} where a raw object was expected")
-    for index in range(len(header.digests)):
-        check_tensor(header, index, payload)
-    return header
+    return header, payload
 
 
 decode_in_place = verify  # a raw object that was read straight into its destination is decoded when it is verified
 
 
-def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec) -> Encoded:
+def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec, share: Share | None = None) -> Encoded:
     """A raw object as stored under a codec. The raw object is verified first: rot in memory must not be signed as truth.
 
     At its peak it holds twice the stored length, at most `2 * layout.stored_limit`; nothing for codec `raw`.
+
+    Args:
+        raw: The raw object.
+        name: Which block it is.
+        ns: Its namespace.
+        codec: How each tensor is to be stored.
+        share: Finds threads that help.
 
     Raises:
         Corrupt: The raw object is not what it claims.
@@ -85,26 +98,36 @@ def encode(raw: memoryview, name: BlockName, ns: Namespace, codec: Codec) -> Enc
         Unsupported: The codec needs zstandard, which is not installed.
     """
     view = memoryview(raw).cast("B")
-    known = _verified(view, name, ns)
-    expected = known.layout
     if codec == "raw":
-        return Encoded(view, expected.header_bytes)
-    parts: list[bytes | memoryview] = [b""]
-    sizes, digests = [], []
-    for spec, start, size in zip(expected.specs, expected.offsets, expected.sizes, strict=True):
-        at = expected.header_bytes + start
-        coded = encode_tensor(codec, spec, view[at : at + size])
-        digest = blake3()
-        for part in coded:
-            digest.update(part)
-        parts.extend(coded)
-        sizes.append(sum(map(len, coded)))
-        digests.append(digest.hexdigest())
-    parts[0] = header_of(expected, name.prefix_id, codec, sizes, "".join(digests), known.raw_digests)
-    return Encoded(b"".join(parts), len(parts[0]))
+        return Encoded(view, _verified(view, name, ns, share).header_bytes)
+    known, payload = _open_raw(view, name, ns)
+    expected = known.layout
+    specs, count = expected.specs, len(expected.specs)
+    frames, digests = [b""] * count, [""] * count
+
+    def code(index: int) -> None:
+        frames[index] = frame_of(codec, specs[index], check_tensor(known, index, payload))
+
+    each(code, count, share)
+    sizes = [plane_bytes(codec, spec, size) + len(frame) for spec, size, frame in zip(specs, expected.sizes, frames, strict=True)]
+    starts = (0, *accumulate(sizes))
+    # The header comes last, when its length is known. numpy asks for huge pages: making small ones took a third of coding.
+    room = np.empty(expected.header_limit + starts[-1], np.uint8).data
+    body = room[expected.header_limit :]
+
+    def place(index: int) -> None:
+        at, stored = known.starts[index], body[starts[index] : starts[index + 1]]
+        lay(codec, specs[index], payload[at : at + expected.sizes[index]], frames[index], stored)
+        digests[index] = blake3(stored).hexdigest()
+
+    each(place, count, share)
+    header = header_of(expected, name.prefix_id, codec, sizes, "".join(digests), known.raw_digests)
+    first = expected.header_limit - len(header)
+    room[first : expected.header_limit] = header
+    return Encoded(room[first:], len(header))
 
 
-def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview) -> None:
+def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview, share: Share | None = None) -> None:
     """Turn a stored object of any codec into the raw one, checking name, digests and lengths. On an error `into` holds garbage.
 
     The digests of the raw tensors are taken from the stored header, which is checked, and not computed again: frames carry a
@@ -115,6 +138,7 @@ def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview)
         name: What was asked for.
         ns: Its namespace.
         into: Writable, exactly `layout(...).raw_bytes` long; not overlapping `stored`.
+        share: Finds threads that help.
 
     Raises:
         Corrupt: It is not this block, or not intact.
@@ -126,10 +150,10 @@ def decode(stored: memoryview, name: BlockName, ns: Namespace, into: memoryview)
     target = _buffer(into, header.layout, writable=True)
     if header.codec == "raw":
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view, np.uint8))  # unlike a slice assignment, without the GIL
-        verify(target, name, ns)  # what was copied, should somebody still write to `stored`
+        verify(target, name, ns, share)  # what was copied, should somebody still write to `stored`
         return
     expected = header.layout
-    _decode(header, payload, 0, range(len(header.digests)), target)
+    each(lambda index: place_tensor(header, index, payload, target), len(header.digests), share)
     target[: expected.header_bytes] = header_of(expected, name.prefix_id, "raw", expected.sizes, header.raw_digests)
 
 
@@ -164,7 +188,9 @@ def decode_layers(header: Header, part: memoryview, first_layer: int, last_layer
     view = memoryview(part).cast("B")
     if view.nbytes != end - first:
         raise Corrupt(f"block: {view.nbytes} bytes of a range of {end - first}")
-    _decode(header, view, first, wanted, _buffer(into, header.layout, writable=True))
+    target = _buffer(into, header.layout, writable=True)
+    for index in wanted:
+        place_tensor(header, index, view, target, first)
 
 
 def tensors(raw: memoryview, name: BlockName, ns: Namespace) -> dict[str, np.ndarray]:
@@ -214,11 +240,6 @@ def place_tensor(header: Header, index: int, payload: memoryview, target: memory
     stored, expected = check_tensor(header, index, payload, base), header.layout
     start = expected.header_bytes + expected.offsets[index]
     decode_tensor(header.codec, expected.specs[index], stored, target[start : start + expected.sizes[index]])
-
-
-def _decode(header: Header, payload: memoryview, base: int, wanted: range, target: memoryview) -> None:
-    for index in wanted:
-        place_tensor(header, index, payload, target, base)
 
 
 def _layer_tensors(expected: Layout, first_layer: int, last_layer: int) -> range:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Codec = Literal["raw", "zstd", "bp-zstd"]
 CODECS: Final[tuple[Codec, ...]] = ("raw", "zstd", "bp-zstd")
 _MAX_WINDOW: Final = 8 << 20  # what every zstd decoder supports
+_HIGH: Final = np.uint16(256)
 
 
 class _PerThread(threading.local):
@@ -28,6 +29,12 @@ class _PerThread(threading.local):
         except ImportError as error:
             raise Unsupported("codecs zstd and bp-zstd need the package zstandard: install kvtier[embed]") from error
         self.compressor: ZstdCompressor = zstandard.ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
+        # High bytes repeat by chance and not in meaning: the matches that level 1 finds in them are short, and dearer than the
+        # literals they replace. Without them coding takes half the time, decoding less by a quarter, and 4% fewer bytes are left.
+        tuned = zstandard.ZstdCompressionParameters(
+            compression_level=1, min_match=7, hash_log=6, write_checksum=True, write_content_size=True
+        )
+        self.high_compressor: ZstdCompressor = zstandard.ZstdCompressor(compression_params=tuned)
         self.decompressor: ZstdDecompressor = zstandard.ZstdDecompressor()
         self.parameters = zstandard.get_frame_parameters
         self.error = zstandard.ZstdError
@@ -48,22 +55,35 @@ def planes(codec: Codec, spec: TensorSpec) -> bool:
     return codec == "bp-zstd" and DTYPE_BYTES[spec.dtype] == 2
 
 
+def plane_bytes(codec: Codec, spec: TensorSpec, size: int) -> int:
+    """How many bytes of a coded tensor are stored before its frame."""
+    return size // 2 if planes(codec, spec) else 0
+
+
 def stored_sizes(codec: Codec, spec: TensorSpec, size: int) -> range:
     """Lengths that the coding of a tensor of `size` raw bytes can have."""
     if codec == "raw":
         return range(size, size + 1)
-    return range((size // 2 if planes(codec, spec) else 0) + 1, coded_limit(size) + 1)
+    return range(plane_bytes(codec, spec, size) + 1, coded_limit(size) + 1)
 
 
-def encode_tensor(codec: Codec, spec: TensorSpec, raw: memoryview) -> tuple[bytes | memoryview, ...]:
-    """The parts whose concatenation is stored."""
+def frame_of(codec: Codec, spec: TensorSpec, raw: memoryview) -> bytes:
+    """What is compressed of a tensor: its high bytes, or all of it; nothing for codec `raw`."""
     if codec == "raw":
-        return (raw,)
+        return b""
     if not planes(codec, spec):
-        return (compressed(raw),)
-    pairs = np.frombuffer(raw, "<u2")
-    high = np.right_shift(pairs, 8).astype(np.uint8)
-    return (pairs.astype(np.uint8).data, compressed(high.data))
+        return compressed(raw)
+    high = np.right_shift(np.frombuffer(raw, "<u2"), 8).astype(np.uint8)
+    return _zstandard().high_compressor.compress(high.data)
+
+
+def lay(codec: Codec, spec: TensorSpec, raw: memoryview, frame: bytes, into: memoryview) -> None:
+    """Fill `into`, exactly the stored length, with a tensor as it is stored: what is not compressed of it, then the frame."""
+    behind = np.frombuffer(into, np.uint8)
+    if planes(codec, spec):
+        low, behind = behind[: len(raw) // 2], behind[len(raw) // 2 :]
+        np.copyto(low, np.frombuffer(raw, "<u2"), casting="unsafe")
+    np.copyto(behind, np.frombuffer(frame, np.uint8))
 
 
 def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memoryview) -> None:
@@ -78,7 +98,8 @@ def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memo
         half = into.nbytes // 2
         out = np.frombuffer(into, "<u2")
         high = decompressed(stored[half:], range(half, half + 1), spec.name)
-        np.left_shift(np.frombuffer(high, np.uint8), 8, out=out, dtype=np.uint16)
+        np.copyto(out, np.frombuffer(high, np.uint8))
+        np.multiply(out, _HIGH, out=out)  # numpy has vector code for this, and not for a shift
         np.bitwise_or(out, np.frombuffer(stored[:half], np.uint8), out=out)
     else:
         plain = decompressed(stored, range(into.nbytes, into.nbytes + 1), spec.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import Final, get_args
 
 import msgspec
@@ -12,13 +13,14 @@ from blake3 import blake3
 
 from kvstore.codec.coding import CODECS, Codec, stored_sizes
 from kvstore.codec.layout import Layout, layout_of
-from kvstore.codec.spelling import ALIGN, DIGEST_AT, ZEROS, spell_entries, spell_header
+from kvstore.codec.spelling import ALIGN, DIGEST_AT, ZEROS, spell_coded, spell_header
 from kvstore.errors import Corrupt
 from kvstore.ids import BlockName, Digest, Namespace, PrefixId
 
 _CODEC: Final = re.compile(rb'"codec":"([a-z0-9-]{1,16})"')
-_DIGESTS: Final = re.compile(rb'"digests":"([0-9a-f]*)"')
-_RAW_DIGESTS: Final = re.compile(rb'"raw_digests":"([0-9a-f]*)"')
+_DIGESTS: Final = b'"digests":"'
+_RAW_DIGESTS: Final = b'"raw_digests":"'
+_HEX: Final = b"0123456789abcdef"
 _ENDS: Final = re.compile(rb'"data_offsets":\[\d{1,12},(\d{1,12})\]')
 
 
@@ -120,14 +122,11 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
     digest = _checked_digest(text)
     codec, ends, digests, raw_digests = _taken_apart(text, expected)
     starts = (0, *ends)
-    if any(
-        end - start not in stored_sizes(codec, spec, size)
-        for (start, end), spec, size in zip(pairwise(starts), expected.specs, expected.sizes, strict=True)
-    ):
+    sizes = [end - start for start, end in pairwise(starts)]
+    if not all(size in possible for size, possible in zip(sizes, _possible(codec, expected), strict=True)):
         raise Corrupt("block header: a tensor has an impossible length")
     # One spelling exists for these values, so this one comparison catches duplicate keys, gaps, overlaps, foreign names, wrong
     # dtypes and shapes, another block's identity and anything a JSON parser might be tricked with.
-    sizes = [end - start for start, end in pairwise(starts)]
     spelled = header_of(expected, name.prefix_id, codec, sizes, digests, raw_digests)
     if spelled != text:
         raise Corrupt("block header: it is not the header of the block that was asked for")
@@ -144,11 +143,8 @@ def stored_header(head: memoryview, name: BlockName, ns: Namespace) -> Header:
 
 def _raw_header(text: bytes, expected: Layout, name: BlockName) -> Header | None:
     """What a raw object's header says: only its digests are not known beforehand, and with them it is spelled in one way."""
-    digests = _DIGESTS.search(text)
-    if len(text) != expected.header_bytes or digests is None or len(digests[1]) != 64 * len(expected.specs):
-        return None
-    said = digests[1].decode()
-    if header_of(expected, name.prefix_id, "raw", expected.sizes, said) != text:
+    said = _digests(text, _DIGESTS, len(expected.specs)) if len(text) == expected.header_bytes else None
+    if said is None or header_of(expected, name.prefix_id, "raw", expected.sizes, said) != text:
         return None
     return Header(
         layout=expected,
@@ -161,24 +157,38 @@ def _raw_header(text: bytes, expected: Layout, name: BlockName) -> Header | None
     )
 
 
+@lru_cache(maxsize=256)
+def _possible(codec: Codec, expected: Layout) -> tuple[range, ...]:
+    """Lengths that each stored tensor can have."""
+    return tuple(stored_sizes(codec, spec, size) for spec, size in zip(expected.specs, expected.sizes, strict=True))
+
+
 def _binary(digests: str) -> tuple[bytes, ...]:
     whole = bytes.fromhex(digests)
     return tuple(whole[at : at + 32] for at in range(0, len(whole), 32))
 
 
+def _digests(text: bytes, field: bytes, count: int) -> str | None:
+    """What a field says: that many digests in hex, or None."""
+    start = text.find(field) + len(field)
+    said = text[start : start + 64 * count]
+    whole = start >= len(field) and text[start + 64 * count : start + 64 * count + 1] == b'"'
+    return said.decode() if whole and not said.strip(_HEX) else None
+
+
 def _taken_apart(text: bytes, expected: Layout) -> tuple[Codec, list[int], str, str]:
     """The values that vary between headers of one block: codec, ends of the tensors, digests in hex, and "" or the raw ones."""
     count = len(expected.specs)
-    codec, digests = _CODEC.search(text), _DIGESTS.search(text)
-    ends = [int(match[1]) for match in islice(_ENDS.finditer(text), count + 1)]
-    if codec is None or digests is None or len(ends) != count or len(digests[1]) != 64 * count:
+    codec, digests = _CODEC.search(text), _digests(text, _DIGESTS, count)
+    ends = list(map(int, _ENDS.findall(text)))
+    if codec is None or digests is None or len(ends) != count:
         raise Corrupt(f"block header: it does not describe {count} tensors")
-    name, raw = codec[1].decode(), _RAW_DIGESTS.search(text)
-    if (raw is None) != (name == "raw") or (raw is not None and len(raw[1]) != 64 * count):
+    name, raw = codec[1].decode(), _digests(text, _RAW_DIGESTS, count)
+    if (raw is None) != (name == "raw"):
         raise Corrupt(f"block header: it does not tell the digests of {count} raw tensors")
     for known in CODECS:
         if name == known:
-            return known, ends, digests[1].decode(), raw[1].decode() if raw else ""
+            return known, ends, digests, raw or ""
     raise Corrupt(f"block header: unknown codec {name!r}; known: {', '.join(get_args(Codec))}")
 
 
@@ -197,8 +207,6 @@ def header_of(
             raw="" if raw else expected.raw_text,
             digests=digests,
             raw_digests=raw_digests,
-            entries=expected.entries
-            if raw
-            else spell_entries((spec.name, "U8", (size,), size) for spec, size in zip(expected.specs, sizes, strict=True)),
+            entries=expected.entries if raw else spell_coded((spec.name for spec in expected.specs), sizes),
         )
     )

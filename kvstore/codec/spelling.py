@@ -33,6 +33,15 @@ def spell_entries(tensors: Iterable[Entry]) -> str:
     return "".join(text)
 
 
+def spell_coded(names: Iterable[str], sizes: Iterable[int]) -> str:
+    """`spell_entries` of coded tensors: they are bytes, of these lengths."""
+    text, start = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        text.append(f',"{name}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{start + size}]}}')
+        start += size
+    return "".join(text)
+
+
 def spell_header(
     *, namespace: str, shard: str, prefix_id: str, tokens: int, codec: str, raw: str, digests: str, raw_digests: str, entries: str
 ) -> bytes:

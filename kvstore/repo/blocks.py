@@ -60,14 +60,23 @@ class BucketOrigin:
         run: Verifies and decodes on a thread.
         expects_raw: Whether objects of unknown size are most likely raw.
         inflight: Most bytes of coded objects held while they are decoded.
+        share: Finds threads that help to verify or decode a block.
     """
 
     name = "bucket"
 
     def __init__(
-        self, root: Root, epochs: Epochs, uploads: Uploads, run: Run, *, expects_raw: Callable[[], bool], inflight: int
+        self,
+        root: Root,
+        epochs: Epochs,
+        uploads: Uploads,
+        run: Run,
+        *,
+        expects_raw: Callable[[], bool],
+        inflight: int,
+        share: codec.Share | None = None,
     ) -> None:
-        self._root, self._epochs, self._uploads, self._run = root, epochs, uploads, run
+        self._root, self._epochs, self._uploads, self._run, self._share = root, epochs, uploads, run, share
         self._expects_raw, self._gate = expects_raw, ByteGate(inflight, _PATIENCE_S)
         self._behind: set[asyncio.Task[Any]] = set()
         self.counts: Counter[str] = Counter()
@@ -149,7 +158,8 @@ class BucketOrigin:
         miss = await self._read(ref, ref.copy, into)
         if miss is None:
             try:
-                await self._run(codec.verify, into, ref.name, ref.namespace)  # its raw digests, too, which a reader trusts
+                # Its raw digests, too, which a reader trusts.
+                await self._run(codec.verify, into, ref.name, ref.namespace, self._share)
             except Corrupt:
                 return Miss.CORRUPT
         return miss
@@ -239,7 +249,7 @@ class BucketOrigin:
             await self._finish(arriving, got)
         else:
             _overwritten(tell)
-            await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into)
+            await self._run(codec.decode, memoryview(bytes(got.data)), ref.name, ref.namespace, into, self._share)
         return got
 
     async def _read_coded(self, ref: BlockWant, key: str, into: memoryview, tell: Tell | None, nbytes: int = 0) -> Got | None:
@@ -266,7 +276,7 @@ class BucketOrigin:
         if arriving.complete:
             arriving.finish(got.size)
         else:
-            await self._run(arriving.finish, got.size)
+            await self._run(arriving.finish, got.size, self._share)
 
     async def _renew(self, name: BlockName, copy: Copy) -> None:
         """Copy a useful anonymous block to the newest epoch, so that it outlives the next collections.

@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.api import Receipt
 from kvstore.clock import Clock, Ids
+from kvstore.codec import Share
 from kvstore.ids import Namespace, NamespaceId
 from kvstore.keys import Keys
 from kvstore.objects.base import ObjectStore
@@ -74,7 +75,7 @@ class Repo:
         sessions: What users do with sessions.
     """
 
-    def __init__(self, root: Root, run: Run, settings: RepoSettings) -> None:
+    def __init__(self, root: Root, run: Run, settings: RepoSettings, share: Share | None = None) -> None:
         self.root, self.settings = root, settings
         self.epochs = Epochs(root)
         self.heads = Heads(root, 2 * settings.cached_sessions)
@@ -82,9 +83,15 @@ class Repo:
         self.families = Families(root, self.heads, self.epochs)
         self.finder = Finder(root, Names(root, settings.cached_sessions), self.heads, self.manifests)
         choice = CodecChoice(settings.codec, root.clock)
-        self.uploads = Uploads(root, run, choice, inflight=settings.inflight, known=settings.known_blocks)
+        self.uploads = Uploads(root, run, choice, inflight=settings.inflight, known=settings.known_blocks, share=share)
         self.origin = BucketOrigin(
-            root, self.epochs, self.uploads, run, expects_raw=lambda: choice.current == "raw", inflight=settings.inflight
+            root,
+            self.epochs,
+            self.uploads,
+            run,
+            expects_raw=lambda: choice.current == "raw",
+            inflight=settings.inflight,
+            share=share,
         )
         ledger = Ledger(root, self.manifests, self.uploads, settings.history)
         self._finishing = Finishing()
@@ -104,6 +111,7 @@ class Repo:
         *,
         guarantees: dict[str, bool] | None = None,
         corrupt_reads: Counter[str] | None = None,
+        share: Share | None = None,
     ) -> AsyncIterator[Self]:
         """Open a root for as long as the block lasts; what was begun is finished before it ends.
 
@@ -116,6 +124,7 @@ class Repo:
             settings: How it behaves.
             guarantees: What the start-up probe found; kept in `format.json` of a root that is made here.
             corrupt_reads: Counts registers and manifests that were not what they claim to be, by folder.
+            share: Finds threads that help with one block, such as `tiering.Movers.share`.
 
         Raises:
             Unsupported: Its format version is unknown (I10).
@@ -123,7 +132,7 @@ class Repo:
         """
         settings = settings or RepoSettings()
         root = await Root.open(store, keys, clock, ids, init=settings.init, guarantees=guarantees, corrupt_reads=corrupt_reads)
-        repo = cls(root, run, settings)
+        repo = cls(root, run, settings, share)
         await repo.epochs.read()
         try:
             yield repo

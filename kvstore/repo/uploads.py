@@ -50,10 +50,13 @@ class Uploads:
         choice: Picks the codec of each new object.
         inflight: Most bytes being encoded and sent.
         known: Blocks whose newest copy is remembered.
+        share: Finds threads that help to encode a block.
     """
 
-    def __init__(self, root: Root, run: Run, choice: CodecChoice, *, inflight: int, known: int) -> None:
-        self._root, self._run, self.choice = root, run, choice
+    def __init__(
+        self, root: Root, run: Run, choice: CodecChoice, *, inflight: int, known: int, share: codec.Share | None = None
+    ) -> None:
+        self._root, self._run, self._share, self.choice = root, run, share, choice
         self._inflight, self._gate = inflight, ByteGate(inflight, _PATIENCE_S)
         self._known: LRUCache[bytes, Copy] = LRUCache(known)
         self._bad: LRUCache[bytes, frozenset[int]] = LRUCache(_BAD)
@@ -283,9 +286,9 @@ class Uploads:
 
     async def _encode(self, raw: memoryview, name: BlockName, namespace: Namespace, coding: Codec) -> codec.Encoded:
         if coding == "raw":
-            return await self._run(codec.encode, raw, name, namespace, coding)
+            return await self._run(codec.encode, raw, name, namespace, coding, self._share)
         with self.choice.coding.moving(len(raw)):
-            encoded = await self._run(codec.encode, raw, name, namespace, coding)
+            encoded = await self._run(codec.encode, raw, name, namespace, coding, self._share)
         self.choice.coded(len(raw), encoded.nbytes)
         return encoded
 

@@ -124,7 +124,7 @@ async def test_auto_in_a_repository_on_a_throttled_store(per_second, last):
             return await super().put(key, body, mode)
 
     async def run(work, *args):
-        if work.__name__ == "encode" and args[-1] != "raw":
+        if work.__name__ == "encode" and args[3] != "raw":
             clock.advance(len(args[0]) / (300 * MIB))
         return work(*args)
 
