@@ -56,6 +56,8 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
+        with contextlib.suppress(OSError):  # large pages, where the system gives them to shared memory that asks; never needed
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return cls(fd, memory)
 
     def populate(self, offset: int, nbytes: int) -> None:

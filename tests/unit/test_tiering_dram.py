@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +63,15 @@ async def dram(limit, policy=None):
 def fill(slot, n):
     slot.view[:] = value_of(n, slot.want.size)
     return slot.commit()
+
+
+def test_an_arena_asks_for_large_pages():
+    arena = Arena.create("asks-for-large-pages", 4 << 20)
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    at = next(at for at, text in enumerate(mappings) if "memfd:asks-for-large-pages" in text)
+    thp = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert ("hg" in mappings[at + 1].splitlines()[0].split()) is thp
+    arena.close()
 
 
 def test_another_process_reads_the_arena_and_can_do_nothing_else():
