@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
 from kvstore import api
 from kvstore.client.opening import open_sync
@@ -47,10 +48,15 @@ class Bridge:
         Invalid: The URL cannot be right, whatever is there.
     """
 
+    _shared: ClassVar[dict[str, Bridge]] = {}
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, url: str) -> None:
         StorageUrl.parse(url)
         self._url = url
+        self._users = 1
         self.counts = Counts()
+        self._told: dict[str, Counter[str]] = {}
         self._kv: SyncClient | None = None
         self._closing = threading.Event()
         self._said: dict[str, float] = {}
@@ -60,6 +66,29 @@ class Bridge:
         self._calls = Bounded("kvtier-call", 1, _CALLS)
         self._opener = threading.Thread(target=self._open, name="kvtier-open", daemon=True)
         self._opener.start()
+
+    @classmethod
+    def shared(cls, url: str) -> Self:
+        """The one of this process for a URL: an engine whose parts are in one process embeds one node, not one for each.
+
+        Every one who asks closes it.
+        """
+        with cls._sharing:
+            bridge = cls._shared.get(url)
+            if bridge is None:
+                bridge = cls._shared[url] = cls(url)
+            else:
+                bridge._users += 1
+        assert isinstance(bridge, cls)
+        return bridge
+
+    def news(self) -> dict[str, dict[str, int]]:
+        """What was counted since this was last asked, by attribute of `Counts` and outcome: for metrics that add it up."""
+        with self._sharing:
+            now = {field: Counter(getattr(self.counts, field)) for field in Counts.__struct_fields__}
+            news = {field: dict(counts - self._told.get(field, Counter())) for field, counts in now.items()}
+            self._told = now
+        return {field: counts for field, counts in news.items() if counts}
 
     @property
     def connected(self) -> bool:
@@ -208,6 +237,12 @@ class Bridge:
 
     def close(self) -> None:
         """Let go of every lease. What was saved and is with the node stays; what waits here is dropped."""
+        with self._sharing:
+            self._users -= 1
+            if self._users > 0:
+                return
+            if self._shared.get(self._url) is self:
+                del self._shared[self._url]
         self._closing.set()
         for each in (self._questions, self._loads, self._saves, self._calls):
             each.close()

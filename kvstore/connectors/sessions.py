@@ -139,6 +139,10 @@ class Sessions:
             What will be acknowledged; None where there is nothing to commit, or too much waits already.
         """
         self.drop(turn)
+        return self.so_far(turn, links)
+
+    def so_far(self, turn: Turn, links: Sequence[Link]) -> Future[api.Receipt] | None:
+        """As `end`, of a request that goes on: what it saved until now becomes a version already."""
         if not links:
             return None
         return self._bridge.call("commit", lambda kv: self._commit(kv, turn, links))

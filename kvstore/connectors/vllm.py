@@ -18,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore.connectors.bridge import Bridge
+from kvstore.connectors.vllm_events import events
 from kvstore.connectors.vllm_messages import Report, Step
+from kvstore.connectors.vllm_metrics import TierMetrics, TierStats
 from kvstore.connectors.vllm_names import Place, Settings, model_of
 from kvstore.connectors.vllm_scheduler import SchedulerHalf
 from kvstore.connectors.vllm_worker import WorkerHalf
@@ -51,12 +53,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         model = model_of(vllm_config, kv_cache_config, settings)
-        self._bridge = Bridge(settings.url)
+        self._bridge = Bridge.shared(settings.url)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         parallel = vllm_config.parallel_config
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(model, settings, self._bridge, parallel.world_size)
+            told = getattr(vllm_config, "kv_events_config", None)
+            self._tells = told is not None and told.enable_kv_cache_events
+            self._hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size
+            self._scheduler = SchedulerHalf(model, settings, self._bridge, parallel.world_size, tells=self._tells)
             log.info("kvtier: %s keeps the KV of namespace %s", settings.url, model.namespace.id)
         else:
             self._worker = WorkerHalf(model, Place.of_worker(parallel), self._bridge, kv_cache_config.num_blocks)
@@ -105,9 +110,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return self._scheduler.finished(request)
 
+    def reset_cache(self) -> bool | None:
+        """See the base class. What is stored cannot be told apart from what new weights would give: no more of either."""
+        assert self._scheduler is not None
+        self._scheduler.stop()
+        return True
+
     def take_events(self) -> Iterable[Any]:
-        """See the base class."""
-        return ()
+        """See the base class. `BlockStored` and `BlockRemoved` with medium `STORAGE` and ownership `kvtier`."""
+        assert self._scheduler is not None
+        return list(events(self._scheduler.take_news(), self._hash_tokens)) if self._tells else ()
 
     # --- the workers' halves ---
 
@@ -164,6 +176,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if report is None else ReportMetadata(report)
 
     # --- both ---
+
+    def get_kv_connector_stats(self) -> Any:
+        """See the base class."""
+        news = self._bridge.news()
+        return TierStats(data=news) if news else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """See the base class."""
+        return TierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> Any:
+        """See the base class."""
+        return TierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """See the base class."""

@@ -93,13 +93,18 @@ class HostPages:
                 raise Unsupported(f"{spec.name} has {size} bytes, and {pages} blocks of shape {tuple(view.shape[1:])} have others")
         self._parts = found[0].shape[0] // blocks
 
-    def read(self, pages: Sequence[int], tokens: np.ndarray, payload: memoryview) -> None:
+    def mark(self) -> Any:
+        """On the engine's thread: what the engine has begun by now. `read` and `write` come after it."""
+        return None
+
+    def read(self, pages: Sequence[int], tokens: np.ndarray, payload: memoryview, mark: Any) -> None:  # noqa: ARG002
         """Copy a block out of the engine's memory.
 
         Args:
             pages: The engine's blocks that make it up.
             tokens: The ids, u32 [n].
             payload: Where its tensors go.
+            mark: From `mark`.
         """
         whole = np.frombuffer(payload, np.uint8)
         rows = self._rows(pages)
@@ -109,12 +114,13 @@ class HostPages:
                 region[index] = view[row]
         self._put_tokens(whole, tokens)
 
-    def write(self, pages: Sequence[int], raw: memoryview) -> None:
+    def write(self, pages: Sequence[int], raw: memoryview, mark: Any) -> None:  # noqa: ARG002
         """Copy a block into the engine's memory.
 
         Args:
             pages: The engine's blocks that make it up; `NOWHERE` where one is not wanted.
             raw: The whole raw object.
+            mark: From `mark`.
         """
         whole = np.frombuffer(raw, np.uint8)[self._plan.header_bytes :]
         rows = self._rows(pages)

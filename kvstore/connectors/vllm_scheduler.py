@@ -5,10 +5,13 @@ Nothing here waits, and nothing here raises into the engine: a question that is 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final
+
+import msgspec
 
 from kvstore import api
 from kvstore.connectors.base import usable
@@ -21,6 +24,27 @@ from kvstore.connectors.vllm_requests import Chain, usable_by, who
 from kvstore.ids import as_tokens
 
 HOLD_S: Final = 10.0  # a finished request's blocks are kept from the engine no longer, whatever the saves do
+CLOSE_S: Final = 5.0  # for the last commits, when the engine shuts down
+
+log = logging.getLogger(__name__)
+
+
+class News(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a request are stored, or turned out to be gone.
+
+    Attributes:
+        request: vLLM's.
+        start: First token.
+        end: Behind the last one.
+        session: Of the request, or "".
+        gone: Which of the two.
+    """
+
+    request: Any
+    start: int
+    end: int
+    session: str = ""
+    gone: bool = False
 
 
 class Tracked:
@@ -33,13 +57,15 @@ class Tracked:
         self.look: Look | None = None
         self.found: api.Found | None = None
         self.local = 0  # tokens in the engine's own cache, when last asked
-        self.tried = -1  # num_preemptions when a load was last begun: one for each life
+        self.life = 0  # num_preemptions: it begins anew after each
+        self.tried = False  # to load something, in this life
         self.loading = False
         self.pages: list[list[int]] = [[] for _ in model.groups]
         self.offered = 0  # blocks for which a save was ordered, or that were stored before
         self.stored = 0  # leading blocks that are stored, of every shard
         self.jobs: dict[int, Job] = {}
-        self.kept_since: float | None = None  # finished, and its blocks are still held
+        self.over = False
+        self.kept_since: float | None = None  # it is over, and its blocks are still held
         self.receipt: Future[api.Receipt] | None = None
 
 
@@ -60,9 +86,10 @@ class SchedulerHalf:
         settings: What the user wants saved.
         bridge: The way to the tier.
         workers: How many there are: a block is stored when each has said so.
+        tells: Whether anybody takes the news.
     """
 
-    def __init__(self, model: Model, settings: Settings, bridge: Bridge, workers: int) -> None:
+    def __init__(self, model: Model, settings: Settings, bridge: Bridge, workers: int, *, tells: bool = False) -> None:
         self._model, self._settings, self._bridge, self._workers = model, settings, bridge, workers
         self._shards = model.shards
         self._sessions = Sessions(bridge, model.namespace, self._shards)
@@ -75,15 +102,28 @@ class SchedulerHalf:
         self._cancel: list[str] = []
         self._waiting: list[str] = []
         self._patience = SOON_S
+        self._stopped = False
+        self._tells = tells
+        self._news: list[News] = []
 
     # --- asked for each request that waits ---
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond the `computed` ones can be loaded; None while that is not known."""
-        if not usable_by(request):
+        if self._stopped or not usable_by(request):
             return 0, False
-        tracked = self._track(request)
-        if tracked.tried >= request.num_preemptions:  # it was loaded, and something was missing: compute it
+        try:
+            return self._matched(self._track(request), computed)
+        except Exception:  # whatever is wrong with it, the engine can compute it
+            log.exception("kvtier: request %s goes on without", request.request_id)
+            self._forget(request.request_id)
+            return 0, False
+
+    def _matched(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
+        request = tracked.request
+        if tracked.life != request.num_preemptions:
+            tracked.life, tracked.tried, tracked.look = request.num_preemptions, False, None
+        if tracked.tried:  # it was loaded, and something was missing: compute it
             return 0, False
         tracked.local = computed
         size = self._model.namespace.block_tokens
@@ -114,7 +154,7 @@ class SchedulerHalf:
         near = sum(tier == "dram" for tier in tracked.found.tiers[first:end])
         links = tracked.chain.links[first:end]
         self._loads.append(Load(request.request_id, packed(links), size, wanted, near))
-        tracked.tried, tracked.loading, tracked.look = request.num_preemptions, True, None
+        tracked.tried = tracked.loading = True
 
     def _wanted(self, local: int, group: int, pages: Sequence[int], first: int, end: int) -> tuple[int, ...]:
         """The engine's blocks of [first, end), without those that it has already, or does not want (behind a window)."""
@@ -131,7 +171,7 @@ class SchedulerHalf:
         scheduled = list(self._scheduled(output, written))
         halt = {job for page in written for job in self._being_saved.get(page, ())}
         halt |= self._overdue()
-        saves = [save for tracked, tokens in scheduled if (save := self._save(tracked, tokens)) is not None]
+        saves = [save for tracked, tokens in scheduled if (save := self._saving(tracked, tokens)) is not None]
         step = Step(tuple(self._loads), tuple(saves), tuple(sorted(halt)), tuple(self._cancel), tuple(self._waiting))
         self._loads, self._cancel, self._waiting = [], [], []
         self._patience = SOON_S
@@ -164,9 +204,17 @@ class SchedulerHalf:
             elif tracked is not None:
                 tracked.pages[group] += pages
 
+    def _saving(self, tracked: Tracked, tokens: int) -> Save | None:
+        try:
+            return self._save(tracked, tokens)
+        except Exception:
+            log.exception("kvtier: request %s is not saved", tracked.request.request_id)
+            self._forget(tracked.request.request_id)
+            return None
+
     def _save(self, tracked: Tracked, tokens: int) -> Save | None:
         """The blocks that are full once a request has so many tokens in the cache, and were not offered yet."""
-        if not self._wants(tracked):
+        if self._stopped or not self._wants(tracked):
             return None
         request, size = tracked.request, self._model.namespace.block_tokens
         most = request.num_tokens if self._settings.decode else request.num_prompt_tokens
@@ -199,6 +247,9 @@ class SchedulerHalf:
             return False
         return tracked.request.num_prompt_tokens >= settings.min_tokens and (settings.save == "all" or tracked.turn is not None)
 
+    def _prompt_blocks(self, request: Any) -> int:
+        return int(request.num_prompt_tokens) // self._model.namespace.block_tokens
+
     def _overdue(self) -> set[int]:
         now = time.monotonic()
         kept = [each for each in self._tracked.values() if each.kept_since is not None and now - each.kept_since > HOLD_S]
@@ -217,6 +268,7 @@ class SchedulerHalf:
             if request in self._tracked:
                 tracked = self._tracked[request]
                 there = tracked.local // self._model.namespace.block_tokens + min(runs)
+                self._tell(tracked, there, tracked.stored, gone=True)
                 tracked.stored = tracked.offered = min(tracked.stored, there)
         for number, runs in report.saved.items():
             job = self._jobs.get(number)
@@ -234,25 +286,39 @@ class SchedulerHalf:
                 del self._being_saved[page]
         tracked = job.owner
         tracked.jobs.pop(number, None)
+        self._tell(tracked, job.first, job.first + job.run)
         if job.first <= tracked.stored:
             tracked.stored = max(tracked.stored, job.first + job.run)
-        if tracked.kept_since is not None and not tracked.jobs:
+        if tracked.over and not tracked.jobs:
             self._end(tracked)
+        elif tracked.turn is not None and tracked.receipt is None and tracked.stored >= self._prompt_blocks(tracked.request):
+            tracked.receipt = self._sessions.so_far(tracked.turn, tracked.chain.links[: tracked.stored])
+
+    def _tell(self, tracked: Tracked, first: int, end: int, *, gone: bool = False) -> None:
+        if self._tells and first < end:
+            size, session = self._model.namespace.block_tokens, tracked.turn.who.session if tracked.turn is not None else ""
+            self._news.append(News(tracked.request, first * size, end * size, session, gone))
+
+    def take_news(self) -> list[News]:
+        """What became known since this was last asked."""
+        news, self._news = self._news, []
+        return news
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request is over, for whatever reason: whether its blocks are still needed, and what to tell whoever sent it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None
-        if tracked.loading:
-            self._cancel.append(request.request_id)  # the engine keeps the blocks until the workers say that it was received
-            tracked.loading = False
+        tracked.over, told = True, self._told(tracked)
+        if not tracked.jobs:
+            self._end(tracked)
+        if tracked.loading:  # the engine keeps the blocks by itself, until the workers say that it was received
+            self._cancel.append(request.request_id)
+            return False, told
         if tracked.jobs:
             tracked.kept_since = time.monotonic()
             self._waiting.append(request.request_id)
-            return True, self._told(tracked)
-        self._end(tracked)
-        return False, self._told(tracked)
+        return bool(tracked.jobs), told
 
     def _told(self, tracked: Tracked) -> dict[str, Any] | None:
         """What is acknowledged by now: no more is promised."""
@@ -265,17 +331,36 @@ class SchedulerHalf:
             told |= {"version": said.version, "lane": said.lane, "tokens": said.tokens, "durability": said.durability}
         return {"kvtier": told}
 
-    def _end(self, tracked: Tracked) -> None:
+    def _end(self, tracked: Tracked) -> Future[api.Receipt] | None:
         self._tracked.pop(tracked.request.request_id, None)
-        if tracked.turn is not None:
-            tracked.receipt = self._sessions.end(tracked.turn, tracked.chain.links[: tracked.stored])
+        if tracked.turn is None:
+            return None
+        return self._sessions.end(tracked.turn, tracked.chain.links[: tracked.stored])
+
+    def _forget(self, request: str) -> None:
+        tracked = self._tracked.pop(request, None)
+        if tracked is not None and tracked.turn is not None:
+            self._sessions.drop(tracked.turn)
+
+    def stop(self) -> None:
+        """The weights may have changed under their name: nothing is looked for, or saved, any more."""
+        if not self._stopped:
+            log.warning("kvtier: the engine was told to forget what connectors hold: it goes on without, until it is started anew")
+        self._stopped = True
 
     def close(self) -> None:
-        """The engine shuts down."""
-        for tracked in self._tracked.values():
-            if tracked.turn is not None:
-                self._sessions.drop(tracked.turn)
-        self._tracked.clear()
+        """The engine shuts down, and its workers have: what was saved of requests that are over is committed."""
+        commits = []
+        for tracked in list(self._tracked.values()):
+            if not tracked.over or tracked.turn is None:
+                self._forget(tracked.request.request_id)
+                continue
+            look = self._bridge.look(self._model.namespace, self._shards, tracked.chain.links[: tracked.offered])
+            while (found := look.poll()) is None:
+                pass  # it ends by itself
+            tracked.stored = found.run
+            commits.append(self._end(tracked))
+        wait([commit for commit in commits if commit is not None], CLOSE_S)
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)

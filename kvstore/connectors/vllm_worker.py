@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvstore import codec
 from kvstore.connectors.bridge import Bridge
 from kvstore.connectors.transfers import Transfer
+from kvstore.connectors.vllm_device import DevicePages
 from kvstore.connectors.vllm_layout import HostPages
 from kvstore.connectors.vllm_messages import NOWHERE, Load, Report, Save, Step
 from kvstore.connectors.vllm_names import Model, Place
 from kvstore.errors import Unsupported
 
 M = TypeVar("M", Load, Save)
+CLOSE_S: Final = 5.0  # for saves to end, when the engine shuts down
 
 
 class _Moving(Generic[M]):
@@ -23,11 +26,21 @@ class _Moving(Generic[M]):
         self.order: M = order
         self.transfers = transfers
 
+        self._stopped = False
+
     @property
     def done(self) -> bool:
-        return all(transfer.done for transfer in self.transfers)
+        """Whether the engine's memory is not touched any more."""
+        return self._stopped or all(transfer.done for transfer in self.transfers)
+
+    @property
+    def run(self) -> int:
+        """How many leading blocks arrived in every group."""
+        runs = (transfer.run if transfer.done else 0 for transfer in self.transfers)
+        return min(runs, default=len(self.order.prefixes) // 32)
 
     def stop(self) -> None:
+        self._stopped = True
         for transfer in self.transfers:
             transfer.stop()
 
@@ -72,7 +85,8 @@ class WorkerHalf:
                     remedy="VLLM_PP_LAYER_PARTITION with equal parts",
                 )
             tensors = [caches[name] for name in names]
-            self._pages.append(HostPages(plan, tensors, namespace, self._blocks, self._model.pages[group]))
+            kind = HostPages if tensors[0].device.type == "cpu" else DevicePages
+            self._pages.append(kind(plan, tensors, namespace, self._blocks, self._model.pages[group]))
 
     def before(self, step: Step) -> None:
         """Before anything is overwritten: what reads or writes blocks that are somebody else's now ends."""
@@ -108,10 +122,7 @@ class WorkerHalf:
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests of which everything is saved, of those that wait for it; and requests whose load has ended, well or not."""
         for job in [job for job, saving in self._saving.items() if saving.done]:
-            saving = self._saving.pop(job)
-            count = len(saving.order.prefixes) // 32
-            run = min((transfer.run for transfer in saving.transfers), default=count)
-            self._report = self._report.with_(Report(saved={job: (run,)}))
+            self._report = self._report.with_(Report(saved={job: (self._saving.pop(job).run,)}))
         busy = {saving.order.request for saving in self._saving.values()}
         sent = self._waiting - busy
         self._waiting -= sent
@@ -121,8 +132,7 @@ class WorkerHalf:
         return sent, received
 
     def _received(self, loading: _Moving[Load]) -> None:
-        load = loading.order
-        run = min(transfer.run for transfer in loading.transfers)
+        load, run = loading.order, loading.run
         if run == len(load.prefixes) // 32:
             return
         self._report = self._report.with_(Report(lost={load.request: (run,)}))
@@ -146,7 +156,11 @@ class WorkerHalf:
         return report if report.saved or report.lost else None
 
     def close(self) -> None:
-        """No byte of the engine's memory is touched after this."""
+        """What is being saved has a little time to end. No byte of the engine's memory is touched after this."""
+        ends = time.monotonic() + CLOSE_S
+        for saving in self._saving.values():
+            for transfer in saving.transfers:
+                transfer.wait(max(0.0, ends - time.monotonic()))
         for loading in self._loading.values():
             loading.stop()
         for saving in self._saving.values():
@@ -156,8 +170,10 @@ class WorkerHalf:
 
     def _placing(self, group: int, load: Load) -> Callable[[int, memoryview], None]:
         pages, each, wanted = self._pages[group], self._model.pages[group], load.pages[group]
-        return lambda index, raw: pages.write(wanted[index * each : (index + 1) * each], raw)
+        mark = pages.mark()  # what the engine still does with these blocks, and has begun, comes first
+        return lambda index, raw: pages.write(wanted[index * each : (index + 1) * each], raw, mark)
 
     def _filling(self, group: int, save: Save) -> Callable[[int, memoryview], None]:
         pages, each, filled, tokens = self._pages[group], self._model.pages[group], save.pages[group], save.tokens
-        return lambda index, payload: pages.read(filled[index * each : (index + 1) * each], tokens[index], payload)
+        mark = pages.mark()  # the pass that fills them
+        return lambda index, payload: pages.read(filled[index * each : (index + 1) * each], tokens[index], payload, mark)
