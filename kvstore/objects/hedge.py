@@ -16,7 +16,6 @@ from kvstore.clock import Clock
 from kvstore.errors import Unavailable
 from kvstore.objects.base import Absent, Arrived, Got, ObjectStore, Unchanged
 from kvstore.objects.passing import PassingStore
-from kvstore.objects.sockets import until_over
 
 Answer: TypeAlias = Got | Absent | Unchanged
 _STEP: Final = 1 << 20  # bytes copied between two turns of the event loop
@@ -65,6 +64,9 @@ class HedgingStore(PassingStore):
         self._left = 0.0
         self._bytes = 0
         self._losers: set[asyncio.Task[Answer]] = set()
+        self._races: dict[_Race, None] = {}  # reads under way that are not slow yet, in order
+        self._watching: asyncio.Task[None] | None = None
+        self._next = 0.0  # when it looks again
 
     @classmethod
     @asynccontextmanager
@@ -116,35 +118,54 @@ class HedgingStore(PassingStore):
         slow: float,
         arrived: Arrived | None,
     ) -> Answer:
-        first, second = asyncio.create_task(ask(into)), None
+        """The first GET runs in the caller's own task, and is cancelled from within it: a task for every read would cost more."""
+        race = _Race(ask, into.nbytes, self._clock.monotonic() + slow)
+        self._watch(race)
         try:
-            await self._patience(first, slow)
-            if not first.done() and self._may(into.nbytes):
-                second = self._hedge(ask(np.empty(into.nbytes, np.uint8).data), into.nbytes)
-                running = {first, second}
-                while running and (not first.done() or _lost(first)) and not _answered(second):
-                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                if (not first.done() or _lost(first)) and _answered(second):
-                    await _end(first)
-                    if _lost(first):  # else its answer came in this very moment, and is in place
-                        self._counts["won"] += 1
-                        if arrived is not None:
-                            arrived(0, 0)
-                        return await _copied(second.result(), into)
-            await asyncio.wait((first,))
-            return first.result()
+            return await ask(into)
+        except (Unavailable, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not race.is_cut_alone:
+                raise
+            race.end()  # nobody cuts this task from here on
+            if race.second is None or not await _comes(race.second):
+                raise
+            self._counts["won"] += 1
+            if arrived is not None:
+                arrived(0, 0)
+            return await _copied(race.second.result(), into)
         finally:
-            if second is not None:
-                second.cancel()
-            await _end(first)
+            race.end()
+            if race.second is not None:
+                race.second.cancel()
+            self._unwatch(race)
 
-    async def _patience(self, first: asyncio.Task[Answer], slow: float) -> None:
-        """Wait for the first GET, or until it is slow."""
-        timer = asyncio.ensure_future(self._clock.sleep(slow))
-        try:
-            await asyncio.wait((first, timer), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            timer.cancel()
+    def _watch(self, race: _Race) -> None:
+        self._races[race] = None
+        if self._watching is None or race.due < self._next:
+            self._stop_watching()
+            self._watching = asyncio.create_task(self._look_out())
+
+    def _unwatch(self, race: _Race) -> None:
+        self._races.pop(race, None)
+        if not self._races:
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def _look_out(self) -> None:
+        """One timer for all reads under way: a second GET for each that has become slow, once."""
+        while self._races:
+            self._next = min(race.due for race in self._races)
+            await self._clock.sleep(max(0.0, self._next - self._clock.monotonic()))
+            now = self._clock.monotonic()
+            for race in [race for race in self._races if race.due <= now]:
+                del self._races[race]
+                if self._may(race.nbytes):
+                    race.begin(self._hedge(race.ask(np.empty(race.nbytes, np.uint8).data), race.nbytes))
+        self._watching = None
 
     def _may(self, nbytes: int) -> bool:
         if self._left < 1 or self._bytes + nbytes > self._settings.bytes:
@@ -169,6 +190,7 @@ class HedgingStore(PassingStore):
         return task
 
     async def _stop(self) -> None:
+        self._stop_watching()
         for task in self._losers:
             task.cancel()
         while self._losers:
@@ -198,23 +220,49 @@ class _Latencies:
         return max(self._settings.least_s, self._slow)
 
 
-def _answered(task: asyncio.Task[Answer]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+class _Race:
+    """A read in the caller's task, and the second GET for it once it is slow.
+
+    Args:
+        ask: Asks for it, into other memory.
+        nbytes: Of that memory.
+        due: When it is slow, on the monotonic clock.
+    """
+
+    def __init__(self, ask: Callable[[memoryview | None], Coroutine[Any, Any, Answer]], nbytes: int, due: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.ask, self.nbytes, self.due = ask, nbytes, due
+        self.second: asyncio.Task[Answer] | None = None
+        self._task, self._cancelled = task, task.cancelling()
+        self._cut = self._over = False
+
+    @property
+    def is_cut_alone(self) -> bool:
+        """Whether a cancellation of the task came from here and from nowhere else."""
+        return self._cut and self._task.cancelling() == self._cancelled + 1
+
+    def begin(self, second: asyncio.Task[Answer]) -> None:
+        """It is slow; this is the second GET."""
+        self.second = second
+        second.add_done_callback(self._answered)
+
+    def end(self) -> None:
+        """The first GET is over; its task is not cancelled any more, and does not count as cancelled."""
+        if self._cut and not self._over:
+            self._task.uncancel()
+        self._over = True
+
+    def _answered(self, second: asyncio.Task[Answer]) -> None:
+        if not self._over and not second.cancelled() and second.exception() is None:
+            self._cut = True
+            self._task.cancel()
 
 
-def _lost(task: asyncio.Task[Answer]) -> bool:
-    """Over without an answer, in a way that another request may not share."""
-    return task.cancelled() or isinstance(task.exception(), Unavailable)
-
-
-async def _end(task: asyncio.Task[Answer]) -> None:
-    """Cancel it, and wait for its real end: then nobody writes into its memory any more."""
-    if not task.done():
-        task.cancel()
-        if await until_over(task):
-            raise asyncio.CancelledError
-    if not task.cancelled():
-        task.exception()  # looked at: its answer came too late
+async def _comes(second: asyncio.Task[Answer]) -> bool:
+    """Whether it ends with an answer."""
+    await asyncio.wait((second,))
+    return not second.cancelled() and second.exception() is None
 
 
 async def _copied(answer: Answer, into: memoryview) -> Answer:

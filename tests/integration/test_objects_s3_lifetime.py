@@ -92,7 +92,7 @@ async def test_b50_no_credentials_is_an_error_of_its_own(fake_s3, fake_store, mo
 
 @pytest.fixture
 def certificate(tmp_path):
-    """PEM paths of an authority, of a certificate for localhost that it signed, and of that one's key."""
+    """PEM paths of an authority, of a certificate for localhost that it signed, of that one's key, and of another authority."""
     now = dt.datetime.now(dt.UTC)
 
     def sign(subject, issuer, public_key, by, *, authority):
@@ -110,42 +110,55 @@ def certificate(tmp_path):
         )
         return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    root, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root, key, other = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
     files = {
         "ca.pem": sign("kvtier test authority", "kvtier test authority", root.public_key(), root, authority=True),
         "cert.pem": sign("localhost", "kvtier test authority", key.public_key(), root, authority=False),
         "key.pem": key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        "other.pem": sign("kvtier test authority", "kvtier test authority", other.public_key(), other, authority=True),
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     return [tmp_path / name for name in files]
 
 
-async def test_a_private_authority_is_trusted_only_when_named(certificate):
-    authority, pem, private = certificate
+@pytest.fixture
+def tls_s3(certificate):
+    """A server that speaks TLS under that certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem, private)
+    context.load_cert_chain(certificate[1], certificate[2])
     fake = FakeS3()
     fake.start(context)
-    try:
-        settings = {"bucket": "bucket", "endpoint": fake.endpoint, "timeout_s": 5.0}
-        keys = lambda: Credentials("key", "secret")  # noqa: E731  a source of credentials is a function
-        async with S3Store.open(S3Settings(**settings, ca_bundle=str(authority)), credentials=keys) as store:
-            assert isinstance(await store.put("small", b"x", CREATE), Stored)
-            assert isinstance(await store.put("large", BIG, CREATE), Stored)
-            assert (await store.get("large", into=memoryview(bytearray(len(BIG))))).data == BIG
-            assert bytes((await store.get("small")).data) == b"x"
-        async with S3Store.open(S3Settings(**settings), credentials=keys) as store:
-            for into in (None, memoryview(bytearray(len(BIG)))):
-                with pytest.raises(Unavailable) as error:
-                    await store.get("large", into=into)
-                assert error.value.kind == "untrusted_certificate"
-                assert "ca_bundle" in error.value.remedy
-        with pytest.raises(Invalid):
-            async with S3Store.open(S3Settings(**settings, ca_bundle=str(private)), credentials=keys):
-                pass
-    finally:
-        fake.stop()
+    yield fake
+    fake.stop()
+
+
+async def test_a_private_authority_is_trusted_only_when_named(certificate, tls_s3):
+    authority, _, private, _ = certificate
+    settings = {"bucket": "bucket", "endpoint": tls_s3.endpoint, "timeout_s": 5.0}
+    keys = lambda: Credentials("key", "secret")  # noqa: E731  a source of credentials is a function
+    async with S3Store.open(S3Settings(**settings, ca_bundle=str(authority)), credentials=keys) as store:
+        assert isinstance(await store.put("small", b"x", CREATE), Stored)
+        assert isinstance(await store.put("large", BIG, CREATE), Stored)
+        assert (await store.get("large", into=memoryview(bytearray(len(BIG))))).data == BIG
+        assert bytes((await store.get("small")).data) == b"x"
+    with pytest.raises(Invalid):
+        async with S3Store.open(S3Settings(**settings, ca_bundle=str(private)), credentials=keys):
+            pass
+
+
+@pytest.mark.parametrize("why", ["no authority", "another authority", "another host"])
+async def test_a_server_that_is_not_who_it_should_be_is_refused(certificate, tls_s3, why):
+    bundle = {"no authority": "", "another authority": str(certificate[3]), "another host": str(certificate[0])}[why]
+    endpoint = tls_s3.endpoint.replace("localhost", "127.0.0.1") if why == "another host" else tls_s3.endpoint
+    settings = S3Settings(bucket="bucket", endpoint=endpoint, timeout_s=5.0, ca_bundle=bundle)
+    async with S3Store.open(settings, credentials=lambda: Credentials("key", "secret")) as store:
+        for into in (None, memoryview(bytearray(len(BIG)))):
+            with pytest.raises(Unavailable) as error:
+                await store.get("large", into=into)
+            assert error.value.kind == "untrusted_certificate"
+            assert "ca_bundle" in error.value.remedy
+    assert tls_s3.seen == []
 
 
 def open_descriptors():
