@@ -127,7 +127,7 @@ def test_values_and_connectors_are_light(package):
     """A connector lives in an engine's process: it loads torch and the engine when it is used, not when it is imported."""
     if package == "connectors":
         folder = ROOT / "kvstore" / "connectors"
-        # Halves that need torch, and classes of an engine's own kind: loaded when they are used, or by the engine itself. Agents have httpx.
+        # Halves that need torch, and an engine's own kind of class, which it loads itself; agents have httpx.
         loaded_later = {"hf_cache", "hf_staging", "vllm", "vllm_tier", "vllm_events", "vllm_metrics", "sglang", "lmcache", "agents"}
         names = [f"kvstore.connectors.{path.stem}" for path in folder.glob("[a-z]*.py") if path.stem not in loaded_later]
     else:
