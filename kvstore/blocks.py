@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, Final, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-_SHARED: Final = 8 << 20  # from here on a second thread is worth waking: measured 1.3 times as fast on two cores
-_LINE: Final = 64
+from kvstore.copying import copy
 
 
 class BlockLease:
@@ -79,7 +75,7 @@ class Blocks:
             ValueError: A buffer has another length.
         """
         for lease, buffer in zip(self.leases, buffers, strict=False):
-            _copy(np.frombuffer(buffer, np.uint8), np.frombuffer(lease.view, np.uint8)[skip:])
+            copy(buffer, lease.view[skip:])
         return min(len(self.leases), len(buffers)) if self.intact else 0
 
     def release(self) -> None:
@@ -213,29 +209,3 @@ class DeviceBlocks:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy bytes between contiguous arrays of one length that do not overlap. Raises `ValueError` where the lengths differ."""
-    half = source.nbytes // 2 // _LINE * _LINE
-    second = _second(os.getpid()) if source.nbytes >= _SHARED else None
-    if second is None or target.nbytes != source.nbytes:
-        _copied(target, source)
-        return
-    rest = second.submit(_copied, target[half:], source[half:])
-    try:
-        _copied(target[:half], source[:half])
-    finally:
-        rest.result()
-
-
-def _copied(target: np.ndarray, source: np.ndarray) -> None:
-    if target.nbytes != source.nbytes:
-        raise ValueError(f"a buffer of {target.nbytes} bytes for {source.nbytes}")
-    np.copyto(target, source)
-
-
-@lru_cache(maxsize=1)
-def _second(pid: int) -> ThreadPoolExecutor | None:  # noqa: ARG001  a forked child has none of its parent's threads
-    """The other thread, where there is a core for it."""
-    return ThreadPoolExecutor(1, "kvtier-copy") if len(os.sched_getaffinity(0)) > 1 else None

@@ -24,7 +24,7 @@ from kvstore.ids import Link, Namespace, Shard, pack_prefixes
 
 SPACE_S: Final = 10.0  # a write waits that long for room in the window; then what is left is dropped
 PIECE: Final = 4 << 20  # filled and published together: small pieces stay in the cache, and let the node begin early
-_POLL_S: Final = 0.0002
+_POLL_S: Final = 0.001  # another thread may hear that there is room
 _MOST: Final = 4096  # blocks; more take the long way
 _found: Final = msgspec.msgpack.Decoder(api.Found)
 
@@ -135,8 +135,7 @@ def _room(line: Line, sizes: Sequence[int]) -> list[Extent]:
     """Extents for the next few blocks, at least one; none where there was no room in time."""
     ends = time.monotonic() + SPACE_S
     while not (extents := line.take_room(sizes, PIECE)) and time.monotonic() < ends:
-        time.sleep(_POLL_S)
-        line.listen()
+        line.listen(_POLL_S)
     return extents
 
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-_CLOSE_S: Final = 0.0005
+_CLOSE_S: Final = 0.0001  # who copies what it got, or fills what it puts, needs the core for that
 
 
 class Awake:
-    """Turns the loop without letting it sleep, while requests are less than half a millisecond apart, and as long after the last.
+    """Turns the loop without letting it sleep, while requests are less than 0.1 ms apart, and as long after the last.
 
     Being woken costs more than a lease does, and draws both sides to one core. A node that is asked less often pays nothing.
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _HIGH_WATER: Final = 1 << 20  # answers queued for a client that does not read, beyond which its requests wait
 _AT_ONCE: Final = 1024  # blocks in a request that may be answered at once; the loop does nothing else meanwhile
-_LATE: Final = 0.5  # of the window in use: from there on it is emptied while its client goes on writing
+_LATE: Final = 0.2  # of the window in use: from there on it is emptied while its client goes on writing
 _lookup: Final = msgspec.msgpack.Decoder(api.Lookup)
 
 
@@ -40,7 +40,7 @@ class _Filling(NamedTuple):
     """Room that was made for blocks of the window, and how they get there."""
 
     rooms: Sequence[Room]
-    copy: Callable[[], None]
+    copies: Sequence[Callable[[], None]]
     nbytes: int
 
 
@@ -415,7 +415,7 @@ class Connection(asyncio.Protocol):
                 _abort(rooms)
                 raise Overloaded("more is being filled than the window holds")
             copies = [(extent[1], room.payload) for extent, room in zip(publish.extents, rooms, strict=True) if room is not None]
-            filling = _Filling(found, partial(self._window.copy_out, copies), nbytes)
+            filling = _Filling(found, self._window.copies(copies), nbytes)
             self._filling[publish.id] = filling
             if publish.filled or publish.id in self._early:
                 self._filled(wire.Filled(publish.id, self._early.pop(publish.id, True)))
@@ -434,7 +434,7 @@ class Connection(asyncio.Protocol):
         self._draining[number] = filling.nbytes
         self._drained.clear()
         soon = sum(self._draining.values()) > self._window.size * _LATE
-        self._plane.land(self._tenant, filling.rooms, filling.copy, partial(self._copied, number), soon=soon)
+        self._plane.land(self._tenant, filling.rooms, filling.copies, partial(self._copied, number), soon=soon)
 
     def _copied(self, number: int) -> None:
         self._send(wire.Drained(number))

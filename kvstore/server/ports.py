@@ -99,8 +99,10 @@ class Plane(Protocol):
         """Whether threads are copying what writers published."""
         ...
 
-    def land(self, tenant: str, rooms: Sequence[Any], copy: Callable[[], None], copied: Callable[[], None], *, soon: bool) -> None:
-        """Take over rooms that `copy` fills on a thread; `copied` is called on the loop when it has. `soon`: it is waited for."""
+    def land(
+        self, tenant: str, rooms: Sequence[Any], copies: Sequence[Callable[[], None]], copied: Callable[[], None], *, soon: bool
+    ) -> None:
+        """Take over rooms that `copies` fill on threads; then `copied` is called on the loop. `soon`: it is waited for."""
         ...
 
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:

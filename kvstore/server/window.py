@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -13,6 +15,8 @@ import numpy as np
 # From <linux/fcntl.h>; Python 3.11's fcntl has no names for them.
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+_LARGE: Final = 12 << 20  # smaller ones are copied while the client fills the next ones
+_PART: Final = 4 << 20
 
 
 class Window:
@@ -39,6 +43,17 @@ class Window:
     def holds(self, offset: int, length: int) -> bool:
         """Whether an extent that a client names lies inside."""
         return offset >= 0 and 0 < length <= self.size - offset
+
+    def copies(self, extents: Sequence[tuple[int, memoryview]]) -> list[Callable[[], None]]:
+        """What copies from each offset into its view, all of it. A large block is worth two threads, a small one is not."""
+        small = [extent for extent in extents if extent[1].nbytes < _LARGE]
+        parts = [
+            (offset + at, into[at : at + _PART])
+            for offset, into in extents
+            if into.nbytes >= _LARGE
+            for at in range(0, into.nbytes, _PART)
+        ]
+        return [partial(self.copy_out, group) for group in ([small] if small else []) + [[part] for part in parts]]
 
     def copy_out(self, extents: list[tuple[int, memoryview]]) -> None:
         """Copy from each offset into its view, all of it; for a mover thread (numpy lets go of the GIL, a slice does not).

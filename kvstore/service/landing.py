@@ -36,10 +36,12 @@ class Room(Protocol):
 class _Load:
     """Blocks of one publication. `copied` is told, once, that their source is not read any more."""
 
-    __slots__ = ("copied", "copy", "landed", "nbytes", "rooms", "tenant")
+    __slots__ = ("copied", "copies", "landed", "nbytes", "rooms", "tenant")
 
-    def __init__(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None]) -> None:
-        self.tenant, self.rooms, self.copy, self.copied = tenant, rooms, copy, copied
+    def __init__(
+        self, tenant: str, rooms: Sequence[Room], copies: Sequence[Callable[[], None]], copied: Callable[[], None]
+    ) -> None:
+        self.tenant, self.rooms, self.copies, self.copied = tenant, rooms, copies, copied
         self.nbytes = sum(room.payload.nbytes for room in rooms)
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -76,18 +78,24 @@ class Landing:
         return self._reading > 0
 
     def take(
-        self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None], *, soon: bool = False
+        self,
+        tenant: str,
+        rooms: Sequence[Room],
+        copies: Sequence[Callable[[], None]],
+        copied: Callable[[], None],
+        *,
+        soon: bool = False,
     ) -> None:
-        """Take blocks over: `copy` fills the rooms, on a thread; then the source is free, and `copied` is called on the loop.
+        """Take blocks over: `copies` fill the rooms, on threads; then the source is free, and `copied` is called on the loop.
 
         Args:
             tenant: Whose they are.
             rooms: Where they go.
-            copy: Fills the rooms.
+            copies: Fill the rooms together, in any order or at the same time.
             copied: Told, once, that the source is not read any more.
             soon: The source is running out of room: this is not left for the end of the burst.
         """
-        load = _Load(tenant, rooms, copy, copied)
+        load = _Load(tenant, rooms, copies, copied)
         self._loads.append(load)
         self._pending[load] = len(rooms)
         self._taken = time.monotonic()
@@ -162,7 +170,12 @@ class Landing:
         self._unsealed += sum(load.nbytes for load in batch)
         self._reading += 1
         try:
-            await self._movers.run(_copy_all, batch)
+            if len(batch) == 1:  # large: its writer is about to wait for it, and leaves a core meanwhile
+                async with asyncio.TaskGroup() as parts:  # it ends when all of them have, as `run` does
+                    for copy in batch[0].copies:
+                        parts.create_task(self._movers.run(copy))
+            else:
+                await self._movers.run(_copy_all, batch)
         except Exception:
             log.exception("published blocks could not be copied")
             for load in batch:
@@ -200,4 +213,5 @@ class Landing:
 
 def _copy_all(batch: Sequence[_Load]) -> None:
     for load in batch:
-        load.copy()
+        for copy in load.copies:
+            copy()

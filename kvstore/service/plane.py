@@ -247,9 +247,11 @@ class Plane:
         """Whether the bytes of writers are being copied just now."""
         return self._landing.copying
 
-    def land(self, tenant: str, rooms: Sequence[Room], copy: Callable[[], None], copied: Callable[[], None], *, soon: bool) -> None:
-        """Take rooms over that `copy` will fill; see :meth:`kvstore.service.landing.Landing.take`."""
-        self._landing.take(tenant, rooms, copy, copied, soon=soon)
+    def land(
+        self, tenant: str, rooms: Sequence[Room], copies: Sequence[Callable[[], None]], copied: Callable[[], None], *, soon: bool
+    ) -> None:
+        """Take rooms over that `copies` will fill; see :meth:`kvstore.service.landing.Landing.take`."""
+        self._landing.take(tenant, rooms, copies, copied, soon=soon)
 
     def grown(self, tenant: str, namespace: Namespace, shards: Sequence[str], links: Sequence[Link]) -> None:
         """A session has become this: what was published for it is one chain, and goes on from what was there before."""

@@ -39,7 +39,7 @@ def take(landing, log, byte, nbytes=4096, tenant="a", fails=False, broken=False,
             raise OSError("gone")
         place.payload[:] = bytes([byte]) * nbytes
 
-    landing.take(tenant, [place], copy, lambda: log.append(("copied", bytes([byte]))), soon=soon)
+    landing.take(tenant, [place], [copy], lambda: log.append(("copied", bytes([byte]))), soon=soon)
     return place
 
 
@@ -76,7 +76,7 @@ async def test_without_anybody_asking_it_lands_all_the_same(movers):
 async def test_a_wait_ends_at_its_deadline_and_the_work_goes_on(movers):
     landing, log, go = Landing(movers, 1 << 20), [], threading.Event()
     place = Place(1, log)
-    landing.take("a", [place], go.wait, lambda: None)
+    landing.take("a", [place], [go.wait], lambda: None)
     await landing.settled("a", 0.01)
     assert landing.pending("a")
     await landing.settled("b")
@@ -110,3 +110,18 @@ async def test_a_burst_is_copied_when_it_is_over_unless_its_source_runs_out_of_r
     await landing.settled("a")
     assert not landing.copying
     assert [kind for kind, _ in log] == ["copied"] * 3 + ["sealed"] * 3
+
+
+async def test_a_block_that_is_copied_in_parts_is_free_when_the_last_part_is_over_though_one_failed(movers):
+    landing, log, go = Landing(movers, 1 << 20), [], threading.Event()
+
+    def broken():
+        raise OSError("gone")
+
+    landing.take("a", [Place(1, log)], [broken, go.wait], lambda: log.append(("copied", go.is_set())))
+    waiting = asyncio.create_task(landing.settled("a"))
+    await asyncio.sleep(0.05)
+    assert log == []
+    go.set()
+    await waiting
+    assert sorted(log) == [("aborted", b""), ("copied", True)]
