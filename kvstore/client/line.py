@@ -30,9 +30,7 @@ Extent = tuple[int, int]
 """Offset and length in the write window."""
 _PART: Final = 1 << 18
 _SOON_S: Final = 0.005
-_SPIN_S: Final = (
-    0.0002  # an answer from memory takes a third of that, half where the node slept; falling asleep takes as long again
-)
+_SPIN_S: Final = 0.0002  # an answer from memory takes a third of that, half where the node slept; so does being woken
 
 
 class Line:
