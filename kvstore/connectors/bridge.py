@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
-from kvstore import api
+from kvstore import api, codec
 from kvstore.client.opening import open_sync
 from kvstore.config import StorageUrl
 from kvstore.connectors.arrivals import arrivals
@@ -214,6 +214,7 @@ class Bridge:
             pass
         finally:
             self.counts.blocks["saved"] += sum(taken)
+            self.counts.nbytes["saved"] += sum(taken) * codec.layout(namespace, shard, namespace.block_tokens).raw_bytes
             self.counts.blocks["dropped"] += len(links) - known - sum(taken)
         return known + (taken.index(False) if False in taken else len(taken))
 

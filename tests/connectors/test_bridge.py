@@ -59,6 +59,7 @@ def test_what_was_saved_is_found_and_loaded(bridge):
     assert transfer.run == 5
     assert got == {i: content(i).tobytes() for i in range(5)}
     assert bridge.counts.looks == {"miss": 1, "partial": 1}
+    assert bridge.counts.nbytes == {"loaded": 5 * PLAN.raw_bytes, "saved": 5 * PLAN.raw_bytes}
 
 
 def test_what_is_not_there_ends_the_run(bridge):
@@ -180,3 +181,25 @@ def test_more_than_can_wait_is_dropped_and_counted(bridge, monkeypatch):
     assert first.result(30)
     assert [call.result(30) for call in more if call is not None] == [None] * (module._CALLS - 1)
     assert bridge.counts.calls == {"ok": module._CALLS, "busy": 11}
+
+
+def test_the_parts_of_an_engine_in_one_process_share_one_bridge():
+    url = "memory://bridge-shared?dram=64MiB"
+    one, two = Bridge.shared(url), Bridge.shared(url)
+    assert one is two
+    assert one.wait_connected(30)
+    two.close()
+    assert saved(one) == 5  # it is open until everyone has closed it
+    one.close()
+    other = Bridge.shared(url)
+    assert other is not one
+    other.close()
+
+
+def test_news_are_told_once(bridge):
+    saved(bridge)
+    news = bridge.news()
+    assert news["blocks"] == {"saved": 5}
+    assert bridge.news() == {}
+    saved(bridge)
+    assert bridge.news() == {"blocks": {"known": 5}}
