@@ -80,6 +80,9 @@ class HostPages:
         namespace: Theirs.
         blocks: How many blocks the engine has.
         pages: How many of them make one of ours.
+
+    Attributes:
+        nbytes: Of one of our blocks.
     """
 
     def __init__(self, plan: Layout, caches: Sequence[torch.Tensor], namespace: Namespace, blocks: int, pages: int) -> None:
@@ -92,6 +95,7 @@ class HostPages:
             if self._part_bytes(view) * pages * (view.shape[0] // blocks) != size:
                 raise Unsupported(f"{spec.name} has {size} bytes, and {pages} blocks of shape {tuple(view.shape[1:])} have others")
         self._parts = found[0].shape[0] // blocks
+        self.nbytes = plan.payload_bytes
 
     def mark(self) -> Any:
         """On the engine's thread: what the engine has begun by now. `read` and `write` come after it."""

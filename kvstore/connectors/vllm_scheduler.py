@@ -310,7 +310,9 @@ class SchedulerHalf:
         if tracked is None:
             return False, None
         tracked.over, told = True, self._told(tracked)
-        if not tracked.jobs:
+        if not any(tracked.pages):  # it never ran: its session stays as it was
+            self._forget(request.request_id)
+        elif not tracked.jobs:
             self._end(tracked)
         if tracked.loading:  # the engine keeps the blocks by itself, until the workers say that it was received
             self._cancel.append(request.request_id)

@@ -16,6 +16,8 @@ from kvstore.connectors.vllm_names import Model, Place
 from kvstore.errors import Unsupported
 
 M = TypeVar("M", Load, Save)
+LOAD_S: Final = 5.0  # what takes longer than this, and a slow store needs for its bytes, is computed
+LOAD_BYTES_S: Final = 100e6
 CLOSE_S: Final = 5.0  # for saves to end, when the engine shuts down
 
 
@@ -102,7 +104,14 @@ class WorkerHalf:
         for load in step.loads:
             links = load.links
             transfers = [
-                self._bridge.load(self._model.namespace, self._shards[group], links, self._placing(group, load), near=load.near)
+                self._bridge.load(
+                    self._model.namespace,
+                    self._shards[group],
+                    links,
+                    self._placing(group, load),
+                    near=load.near,
+                    deadline_s=LOAD_S + len(links) * self._pages[group].nbytes / LOAD_BYTES_S,
+                )
                 for group in self._model.groups
             ]
             self._loading[load.request] = _Moving(load, transfers)

@@ -9,6 +9,7 @@ import pytest
 from fake_vllm import PAGE, Engine, MLAAttentionSpec, Request, SlidingWindowSpec, spec
 
 from kvstore.connectors import vllm_scheduler
+from kvstore.connectors.bounded import Bounded
 from kvstore.connectors.bridge import Bridge
 from kvstore.ids import Shard
 
@@ -334,6 +335,24 @@ def test_an_aborted_load_touches_nothing_and_holds_nothing(torch, bridge, monkey
     assert other.scheduler._tracked == {}
     assert other.scheduler._sessions._running == {}
     assert leases() == 0
+
+
+def test_a_request_that_never_ran_leaves_its_session_as_it_was(torch, bridge):
+    engine = Engine(torch, bridge)
+    engine.run(Request("a", prompt(26), session="s"))
+    bridge._calls._pool.shutdown(wait=True)
+    bridge._calls = Bounded("calls", 1, 10)
+    waits = Request("b", prompt(10) + prompt(16, 3), session="s")  # it begins as the session does, and goes another way
+    assert engine.admit(waits) == 8
+    engine.finish(waits)
+    never = Request("c", prompt(10) + prompt(16, 3), session="s")
+    while engine.scheduler.matched(never, 0)[0] is None:
+        pass
+    assert engine.finish(never)["kvtier"]["session"] == "s"
+    bridge._calls._pool.shutdown(wait=True)
+    assert engine.scheduler._sessions.counts == {"extended": 1}
+    assert version(bridge, engine.model, "s").version == 1
+    assert engine.scheduler._sessions._running == {}
 
 
 def test_without_a_node_nothing_is_late_and_nothing_fails(torch, tmp_path):

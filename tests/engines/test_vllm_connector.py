@@ -121,7 +121,7 @@ def test_a_prefix_outlives_its_process_and_the_nodes_memory_and_disk(engine, nod
     assert node.stats.leases == 0
 
 
-def test_without_a_node_an_engine_starts_and_answers_and_finds_one_that_comes(engine, node, prompt, record_property):
+def test_without_a_node_an_engine_starts_and_answers_and_finds_one_that_comes(engine, node, store, prompt, record_property):
     ids = prompt(700)
     node.stop()
     running = engine("vllm-alone", connector=connector(node.url))
@@ -142,6 +142,15 @@ def test_without_a_node_an_engine_starts_and_answers_and_finds_one_that_comes(en
     assert max(times) < 0.25
     said = {"median": statistics.median(times), "p99": statistics.quantiles(times, n=100)[98]}
     record_property("lookup_ms", {name: round(value * 1000, 3) for name, value in said.items()})
+
+    other = running.generate(prompt(700, at=5000))[0]
+    store.stop()
+    for what in ("the tiers have it", "nobody has it"):
+        running.forget()
+        answers = running.generate(ids)[0], running.generate(prompt(700, at=5000))[0]
+        assert [answer.tokens for answer in answers] == [cold.tokens, other.tokens], what
+        node.wipe()
+    store.start()
     running.close()
     assert node.stats.leases == 0
 
