@@ -1,16 +1,21 @@
 """Cases of the codec, on real KV: SmolLM2-135M's of a page of prose, in bfloat16.
 
 `codec` decodes whole objects, digests and lengths checked, into their destination; `codec_plain` does only what no decoder of such
-bytes can leave out, zstd and a merge of the planes. Run by itself it prints the ratio of raw to stored bytes.
+bytes can leave out, zstd of the same frames and a merge of the planes. `codec_lone` decodes and `codec_encode_lone` encodes a block
+of 32 MiB with the help of idle movers; `codec_one` and `codec_encode` do so on one thread. Run by itself it prints the ratio of raw
+to stored bytes.
 
     python benchmarks/codec.py
 """
 
 from __future__ import annotations
 
+import os
 import pydoc_data.topics
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +30,63 @@ from kvstore import codec
 from kvstore.connectors.hf_cache import Geometry
 from kvstore.demo.model import smollm2
 from kvstore.ids import BlockName, Namespace, Shard, chain
+from tiering import Movers
+from tiering.movers import be_nice
 
-CASES = ("codec", "codec_plain", "codec_encode")
+CASES = ("codec", "codec_plain", "codec_one", "codec_lone", "codec_encode", "codec_encode_lone")
 NAMESPACE = Namespace(model="smollm2", revision="1", layers=30, kv_heads=3, head_dim=64, dtype="BF16", block_tokens=256)
 BLOCKS = 4
+LARGE = msgspec.structs.replace(NAMESPACE, block_tokens=1456)  # 32 MiB
+CORES = len(os.sched_getaffinity(0))
 
 
 class Blocks:
-    """Raw objects of a real prefix, and what is stored of them."""
+    """Raw objects of a real prefix, and what is stored of them.
 
-    def __init__(self) -> None:
-        tokens, kv = _real_kv(BLOCKS * NAMESPACE.block_tokens)
-        shard = Shard()
-        self.names = [BlockName(NAMESPACE.id, shard, link.prefix_id, link.tokens) for link in chain(NAMESPACE, tokens)]
-        self.plan = codec.layout(NAMESPACE, shard, NAMESPACE.block_tokens)
-        geometry = Geometry(namespace=NAMESPACE, shard=shard)
+    Args:
+        namespace: How long a block is.
+        tokens: A whole number of blocks.
+        kv: Theirs.
+    """
+
+    def __init__(self, namespace: Namespace, tokens: np.ndarray, kv: np.ndarray) -> None:
+        shard, self.namespace = Shard(), namespace
+        self.names = [BlockName(namespace.id, shard, link.prefix_id, link.tokens) for link in chain(namespace, tokens)]
+        self.plan = codec.layout(namespace, shard, namespace.block_tokens)
+        geometry = Geometry(namespace=namespace, shard=shard)
         self.raw = []
         for index, name in enumerate(self.names):
             raw = np.empty(self.plan.raw_bytes, np.uint8).data
             values, ids = geometry.payload(raw[self.plan.header_bytes :], name.tokens)
             at = slice(index * name.tokens, (index + 1) * name.tokens)
             values[...], ids[...] = kv[:, :, at], tokens[at]
-            codec.seal(raw, name, NAMESPACE)
+            codec.seal(raw, name, namespace)
             self.raw.append(raw)
-        self.stored = [codec.encode(raw, name, NAMESPACE, "bp-zstd") for raw, name in zip(self.raw, self.names, strict=True)]
+        self.stored = [codec.encode(raw, name, namespace, "bp-zstd") for raw, name in zip(self.raw, self.names, strict=True)]
         self.into = np.zeros(self.plan.raw_bytes, np.uint8).data
 
-    def decode(self, index: int) -> None:
+    def decode(self, index: int, share: codec.Share | None = None) -> None:
         """As a reader does."""
-        codec.decode(memoryview(self.stored[index].body), self.names[index], NAMESPACE, self.into)
+        codec.decode(memoryview(self.stored[index].body), self.names[index], self.namespace, self.into, share)
 
-    def encode(self, index: int) -> None:
+    def encode(self, index: int, share: codec.Share | None = None) -> None:
         """As a writer does."""
-        codec.encode(self.raw[index], self.names[index], NAMESPACE, "bp-zstd")
+        codec.encode(self.raw[index], self.names[index], self.namespace, "bp-zstd", share)
 
     def planes(self) -> list[list[tuple[bytes, bytes]]]:
-        """Of every block and tensor, the low plane and the frame of the high one."""
-        compressor = zstandard.ZstdCompressor(level=1)
+        """Of every block and tensor, the low plane and the frame of the high one: as stored, but without a checksum to verify."""
         found = []
-        for raw in self.raw:
-            tensors = [view for name, view in codec.tensors(raw, self.names[0], NAMESPACE).items() if name != "token_ids"]
-            pairs = [np.ascontiguousarray(view).view(np.uint8).reshape(-1, 2) for view in tensors]
-            found.append([(pair[:, 0].tobytes(), compressor.compress(pair[:, 1].tobytes())) for pair in pairs])
+        for one, name in zip(self.stored, self.names, strict=True):
+            header = codec.stored_header(memoryview(one.body), name, self.namespace)
+            payload, half = memoryview(one.body)[header.header_bytes :], self.plan.sizes[0] // 2
+            bounds = list(pairwise(header.starts))[:-1]  # the last ones are the token ids
+            found.append([(bytes(payload[a : a + half]), _without_checksum(payload[a + half : b])) for a, b in bounds])
         return found
+
+
+def _without_checksum(frame: memoryview) -> bytes:
+    """The same compressed bytes; bit 2 of the fifth byte says whether four bytes of checksum are behind them (RFC 8878)."""
+    return bytes([*frame[:4], frame[4] & ~4]) + bytes(frame[5:-4])
 
 
 def _real_kv(tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,9 +105,10 @@ def _real_kv(tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def cases(size: int, folder: Path) -> Iterator[Mapping[str, Case]]:  # noqa: ARG001  a block of this model has the size it has
-    """Decoding and encoding; per call one block of 5.6 MiB."""
+    """Decoding and encoding; per call one block, of 5.6 or 32 MiB."""
     torch.set_num_threads(2)
-    blocks = Blocks()
+    tokens, kv = _real_kv(LARGE.block_tokens)
+    blocks, large = _small(tokens, kv), Blocks(LARGE, tokens, kv)
     planes, decompressor = blocks.planes(), zstandard.ZstdDecompressor()
     # Of its own, and a whole block, as a reader's: a small one that is used again and again would never leave the cache.
     whole, size = np.zeros(blocks.plan.raw_bytes, np.uint8), blocks.plan.sizes[0]
@@ -99,17 +119,27 @@ def cases(size: int, folder: Path) -> Iterator[Mapping[str, Case]]:  # noqa: ARG
             target[:, 0] = np.frombuffer(low, np.uint8)
             target[:, 1] = np.frombuffer(decompressor.decompress(frame), np.uint8)
 
-    size_of = blocks.plan.raw_bytes
-    yield {
-        "codec": Case(blocks.decode, size_of, BLOCKS),
-        "codec_plain": Case(plain, size_of, BLOCKS),
-        "codec_encode": Case(blocks.encode, size_of, BLOCKS),
-    }
+    size_of, size_of_large = blocks.plan.raw_bytes, large.plan.raw_bytes
+    with ThreadPoolExecutor(CORES, initializer=be_nice) as pool:
+        share = Movers(pool, CORES).share
+        yield {
+            "codec": Case(blocks.decode, size_of, BLOCKS),
+            "codec_plain": Case(plain, size_of, BLOCKS),
+            "codec_one": Case(lambda _: large.decode(0), size_of_large, 3),
+            "codec_lone": Case(lambda _: large.decode(0, share), size_of_large, 3),
+            "codec_encode": Case(lambda _: large.encode(0), size_of_large, 3),
+            "codec_encode_lone": Case(lambda _: large.encode(0, share), size_of_large, 3),
+        }
+
+
+def _small(tokens: np.ndarray, kv: np.ndarray) -> Blocks:
+    count = BLOCKS * NAMESPACE.block_tokens
+    return Blocks(NAMESPACE, tokens[:count], kv[:, :, :count])
 
 
 def main() -> None:
     """The ratio, and that decoding gives back what was there."""
-    blocks = Blocks()
+    blocks = _small(*_real_kv(BLOCKS * NAMESPACE.block_tokens))
     for index, raw in enumerate(blocks.raw):
         blocks.decode(index)
         assert blocks.into == raw

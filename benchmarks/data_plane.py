@@ -36,7 +36,7 @@ class Row(NamedTuple):
         module: Where its case is.
         target: At least this ratio to the baseline; without one, at most this many microseconds for the median call.
         baseline: A case of the same module.
-        peers: Cases of others that answer the same need, as a pattern.
+        peers: Other cases that answer the same need, ours and the kit's, as a pattern.
         once: Whether it does not depend on the size of a block: measured at the first one only.
     """
 
@@ -55,9 +55,13 @@ ROWS: Final = {
     "lookup": Row("same_host", 1000, once=True),
     "nvme_get": Row("nvme", 0.90, "nvme_get_raw", "lmc_disk_odirect_get.*"),
     "nvme_put": Row("nvme", 0.85, "nvme_put_raw", "lmc_disk_odirect_put.*"),
-    "bucket_get": Row("bucket", 0.95, "bucket_get_raw", "s3_(raw_http|obstore)_get.*|lmc_s3_b?get.*"),
+    "bucket_get": Row("bucket", 0.95, "bucket_get_raw", "bucket_get_digested|s3_(raw_http|obstore)_get.*|lmc_s3_b?get.*"),
+    "bucket_get_null": Row("bucket", 0.95, "http_null", "obstore_null"),
+    "bucket_get_tls": Row("bucket", 0.95, "http_tls", "obstore_tls"),
     "bucket_put": Row("bucket", 0.85, "bucket_put_raw", "s3_(raw_http|obstore)_put|lmc_s3_put"),
     "codec": Row("codec", 0.85, "codec_plain", once=True),
+    "codec_lone": Row("codec", 1.5, "codec_one", once=True),
+    "codec_encode_lone": Row("codec", 1.5, "codec_encode", once=True),
     "restore_dram": Row("restore_hf", 1 / 1.3, "restore_dram_bare", once=True),
     "restore_nvme": Row("restore_hf", 1 / 1.4, "restore_nvme_bare", once=True),
     "restore_bucket": Row("restore_hf", 1 / 1.25, "restore_bucket_bare", once=True),
@@ -159,7 +163,12 @@ def main() -> None:
             needed = {*rows, *(row.baseline for row in rows.values())}
             wanted = [(worker, case) for worker in ours for case in worker.cases if case in needed]
             patterns = [row.peers for row in rows.values() if row.peers]
-            wanted += [(peer, case) for peer in peers for case in peer.cases if any(re.fullmatch(p, case) for p in patterns)]
+            wanted += [
+                (worker, case)
+                for worker in [*ours, *peers]
+                for case in worker.cases
+                if any(re.fullmatch(p, case) for p in patterns)
+            ]
             if not rows:
                 continue
             for line in lines(measure([*ours, *peers], wanted, size, asked.rounds), rows, size):

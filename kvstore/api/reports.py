@@ -131,8 +131,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         window_bytes: How much may be under way at it now; 0 where nothing bounds it.
         window_shrunk: How often that became less, by reason: `busy`, the store said SlowDown; `slow`, its answers took long.
         codec: Of new block objects, now.
-        codec_why: What speaks for it; `set` where nothing is chosen.
+        codec_reason: What speaks for it: it was `set`; for `auto`, `unmeasured` so far; it is `faster`; or the other one is, by too
+            little to switch (`near`).
+        codec_why: The same with its numbers, for people.
         codec_switched: How often `auto` changed it.
+        codec_ratio: Stored by raw bytes of what was coded; an assumption before anything was.
         link_rate: Bytes a second that uploads were carried at; 0 before enough was seen.
         codec_rate: Raw bytes a second that were coded; 0 as well.
     """
@@ -146,7 +149,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int = 0
     window_shrunk: dict[str, int] = {}
     codec: str = ""
+    codec_reason: str = ""
     codec_why: str = ""
     codec_switched: int = 0
+    codec_ratio: float = 0.0
     link_rate: float = 0.0
     codec_rate: float = 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Codec = Literal["raw", "zstd", "bp-zstd"]
 CODECS: Final[tuple[Codec, ...]] = ("raw", "zstd", "bp-zstd")
 _MAX_WINDOW: Final = 8 << 20  # what every zstd decoder supports
-_HIGH: Final = np.uint16(256)
+_PIECE: Final = 1 << 16  # elements: what is worked on stays in the cache
 
 
 class _PerThread(threading.local):
@@ -40,6 +40,23 @@ class _PerThread(threading.local):
         self.error = zstandard.ZstdError
 
 
+class _Scratch(threading.local):
+    """Where high bytes become 16 bits wide: one byte off, so that they come to stand in the high half, and no shift is needed."""
+
+    def __init__(self) -> None:
+        room = np.zeros(2 * _PIECE + 2, np.uint8)
+        self._off, self._pairs = room[1:-1].view("<u2"), room[:-2].view("<u2")
+
+    def merge(self, low: np.ndarray, high: np.ndarray, out: np.ndarray) -> None:
+        """Fill `out` with elements of these low and high bytes."""
+        for at in range(0, len(out), _PIECE):
+            piece = slice(at, at + _PIECE)
+            there = out[piece]
+            np.copyto(self._off[: len(there)], high[piece])
+            np.bitwise_or(self._pairs[: len(there)], low[piece], out=there)
+
+
+_scratch: Final = _Scratch()
 _zstd: _PerThread | None = None
 
 
@@ -98,9 +115,7 @@ def decode_tensor(codec: Codec, spec: TensorSpec, stored: memoryview, into: memo
         half = into.nbytes // 2
         out = np.frombuffer(into, "<u2")
         high = decompressed(stored[half:], range(half, half + 1), spec.name)
-        np.copyto(out, np.frombuffer(high, np.uint8))
-        np.multiply(out, _HIGH, out=out)  # numpy has vector code for this, and not for a shift
-        np.bitwise_or(out, np.frombuffer(stored[:half], np.uint8), out=out)
+        _scratch.merge(np.frombuffer(stored[:half], np.uint8), np.frombuffer(high, np.uint8), out)
     else:
         plain = decompressed(stored, range(into.nbytes, into.nbytes + 1), spec.name)
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(plain, np.uint8))

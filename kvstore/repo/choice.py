@@ -10,6 +10,7 @@ from kvstore.clock import Clock
 from kvstore.codec import Codec
 
 CodecSetting = Literal["raw", "zstd", "bp-zstd", "auto"]
+Reason = Literal["set", "unmeasured", "faster", "near"]
 
 _CODED: Final[Codec] = "bp-zstd"
 _SAMPLE_BYTES: Final = 16 << 20  # of one look at a rate
@@ -72,7 +73,9 @@ class CodecChoice:
         coding: Raw bytes a second that the codec takes in.
         current: What most objects get now.
         switched: How often that changed.
-        why: What speaks for it, for people.
+        reason: What speaks for it: it was `set`; so far `unmeasured`; `faster`, as measured; the other is, but too little (`near`).
+        why: The same with its numbers, for people.
+        ratio: Stored by raw bytes of what was coded.
     """
 
     def __init__(self, setting: CodecSetting, clock: Clock) -> None:
@@ -80,8 +83,9 @@ class CodecChoice:
         self.current: Codec = "raw" if setting == "auto" else setting
         self.link, self.coding = Rate(clock), Rate(clock)
         self.switched = 0
+        self.reason: Reason = "unmeasured" if self._auto else "set"
         self.why = "nothing is measured yet" if self._auto else "set"
-        self._ratio = _FIRST_RATIO
+        self.ratio = _FIRST_RATIO
         self._objects = self._last_switch = 0
 
     def pick(self) -> Codec:
@@ -97,18 +101,19 @@ class CodecChoice:
 
     def coded(self, raw: int, stored: int) -> None:
         """What became of an object's bytes."""
-        self._ratio += _WEIGHT * (stored / raw - self._ratio)
+        self.ratio += _WEIGHT * (stored / raw - self.ratio)
 
     def _weigh(self) -> None:
         link, coding = self.link.value, self.coding.value
         if not link or not coding:
             return
-        coded = min(coding, link / self._ratio)
+        coded = min(coding, link / self.ratio)
         faster: Codec = _CODED if coded > link else "raw"
         margin = max(coded, link) / min(coded, link)
         if faster != self.current and margin >= _MARGIN:
             self.current, self._last_switch = faster, self._objects
             self.switched += 1
-        said = f"the link carries {link / 1e6:.0f} MB/s, the codec takes in {coding / 1e6:.0f} and keeps {self._ratio:.2f} of them"
+        self.reason = "faster" if faster == self.current else "near"
+        said = f"the link carries {link / 1e6:.0f} MB/s, the codec takes in {coding / 1e6:.0f} and keeps {self.ratio:.2f} of them"
         verdict = f"{faster} is {margin:.2f}x as fast" if margin > 1.005 else "both are as fast"
         self.why = f"{said}: {verdict}" + ("" if faster == self.current else f", too little to leave {self.current}")

@@ -157,13 +157,15 @@ def _bucket(stats: api.StoreStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvtier_store_window_bytes", "How much may be under way at the store.", stats.window_bytes)
     about = "How often that became less: the store said SlowDown (busy), or its answers took long (slow)."
     yield _counts("kvtier_store_window_shrunk", about, "reason", stats.window_shrunk)
-    coded = GaugeMetricFamily("kvtier_codec", "1 for the codec that new block objects get.", labels=["codec"])
+    about = "1 for the codec that new block objects get, and why: set, unmeasured, faster, or near (the other is, by too little)."
+    coded = GaugeMetricFamily("kvtier_codec", about, labels=["codec", "reason"])
     if stats.codec:
-        coded.add_metric([stats.codec], 1)
+        coded.add_metric([stats.codec, stats.codec_reason], 1)
     yield coded
     yield CounterMetricFamily("kvtier_codec_switched", "How often `auto` changed it.", stats.codec_switched)
     yield GaugeMetricFamily("kvtier_link_bytes_per_second", "What uploads were carried at.", stats.link_rate)
     yield GaugeMetricFamily("kvtier_codec_bytes_per_second", "What was coded, in raw bytes.", stats.codec_rate)
+    yield GaugeMetricFamily("kvtier_codec_stored_ratio", "Stored by raw bytes of what was coded.", stats.codec_ratio)
 
 
 def _collector(stats: api.CollectorStats) -> Iterator[Metric]:

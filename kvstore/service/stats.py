@@ -75,8 +75,10 @@ def store_stats(signs: StoreSigns) -> api.StoreStats:
     return msgspec.structs.replace(
         found,
         codec=choice.current,
+        codec_reason=choice.reason,
         codec_why=choice.why,
         codec_switched=choice.switched,
+        codec_ratio=choice.ratio,
         link_rate=choice.link.value,
         codec_rate=choice.coding.value,
     )

@@ -44,12 +44,14 @@ def test_a_fast_link_gets_raw_objects_but_for_a_few_that_measure_the_codec():
     assert picked.count("bp-zstd") < 40
     assert node.choice.current == "raw"
     assert node.choice.switched == 0
+    assert node.choice.reason == "faster"
     assert "1049 MB/s" in node.choice.why
     assert "raw is 3.33x as fast" in node.choice.why
 
 
 def test_a_slow_link_gets_coded_ones():
     node = Link(50 * MIB)
+    assert node.choice.reason == "unmeasured"
     picked = node.send(200)
     assert picked[0] == "raw"
     assert set(picked[50:]) == {"bp-zstd"}
@@ -72,9 +74,9 @@ def test_near_the_balance_it_stays_what_it_is():
     for turn in range(100):
         node.link = (300 + (30 if turn % 2 else -45)) * MIB
         node.send(20)
-        said.add(node.choice.why.rpartition(", ")[2])
+        said.add((node.choice.reason, node.choice.why.rpartition(", ")[2]))
     assert node.choice.switched == 0
-    assert "too little to leave raw" in said
+    assert ("near", "too little to leave raw") in said
 
 
 def test_kv_that_does_not_compress_is_left_raw():
@@ -87,7 +89,7 @@ def test_kv_that_does_not_compress_is_left_raw():
 def test_what_is_set_is_what_is_used(setting):
     node = Link(50 * MIB, setting=setting)
     assert set(node.send(300)) == {setting}
-    assert node.choice.why == "set"
+    assert node.choice.why == node.choice.reason == "set"
 
 
 def test_time_in_which_nobody_sends_does_not_count_and_sharing_counts_once():
