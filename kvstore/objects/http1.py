@@ -161,7 +161,7 @@ class _Body:
     def __init__(self, sock: socket.socket, rest: memoryview, plain: bool) -> None:
         self.rest = rest
         self._sock = sock
-        self._flags = socket.MSG_WAITALL if plain else 0  # TLS hands out record by record
+        self._plain = plain
 
     def sized(self, length: int, into: memoryview | None, landing: Landing, name: str) -> memoryview:
         _fits(length, into, landing, name)
@@ -212,7 +212,12 @@ class _Body:
             got = min(len(self.rest), len(target))
             target[:got], self.rest = self.rest[:got], self.rest[got:]
             return got
-        return self._sock.recv_into(target, 0, self._flags)
+        if self._plain:
+            return self._sock.recv_into(target, 0, socket.MSG_WAITALL)
+        filled = 0
+        while filled < len(target) and (got := self._sock.recv_into(target[filled:])):  # TLS hands out record by record: 16 KiB
+            filled += got
+        return filled
 
     def _chunk_size(self) -> int:
         text = self._line().partition(b";")[0].strip()

@@ -147,6 +147,18 @@ async def test_a_private_authority_is_trusted_only_when_named(certificate, tls_s
             pass
 
 
+async def test_what_comes_over_tls_is_told_by_slices_and_not_by_records(certificate, tls_s3):
+    tls_s3.objects["k"] = (BIG, 1e9)
+    told = []
+    settings = S3Settings(bucket="bucket", endpoint=tls_s3.endpoint, timeout_s=5.0, ca_bundle=str(certificate[0]))
+    async with S3Store.open(settings, credentials=lambda: Credentials("key", "secret")) as store:
+        await store.get("k", into=memoryview(bytearray(len(BIG))), arrived=lambda *span: told.append(span))
+    spans = [span for span in told if span != (0, 0)]
+    assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == len(BIG)
+    assert len(spans) <= 4
+
+
 @pytest.mark.parametrize("why", ["no authority", "another authority", "another host"])
 async def test_a_server_that_is_not_who_it_should_be_is_refused(certificate, tls_s3, why):
     bundle = {"no authority": "", "another authority": str(certificate[3]), "another host": str(certificate[0])}[why]
