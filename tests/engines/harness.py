@@ -1,7 +1,10 @@
 """Engines, a node and a store as processes that tests start, kill, wipe and damage. See README.md for how to use it."""
 
 import asyncio
+import os
+import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
@@ -13,6 +16,7 @@ import kvstore
 from kvstore.clock import RandomIds
 from kvstore.demo.processes import Node as DemoNode
 from kvstore.demo.processes import Process
+from kvstore.errors import Unavailable
 from kvstore.objects import OVERWRITE, S3Store
 from kvstore.objects.seaweed import SeaweedFS
 
@@ -106,6 +110,8 @@ class Engine:
         return self
 
     def __exit__(self, *_):
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.child.pid, signal.SIGKILL)  # and what it has started, which vLLM leaves behind
         self._process.__exit__()
         for left in Path("/dev/shm").glob(f"vllm_offload_{self._id}*"):  # vLLM leaves it there when it is killed
             left.unlink()
@@ -228,6 +234,12 @@ class Store:
 
 class Node(DemoNode):
     """`kvtier serve` with DRAM, a disk tier and a bucket. `start`, `stop`, `kill`, `lose_disk` and `url` are the demo's."""
+
+    def start(self):
+        try:
+            super().start()
+        except Unavailable as error:
+            raise RuntimeError(f"{error}: {error.remedy}") from None
 
     def settled(self, timeout_s=60.0):
         """Wait until everything it accepted is on disk and in the bucket."""
