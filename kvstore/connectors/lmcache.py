@@ -16,24 +16,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from lmcache.integration.vllm.utils import get_size_bytes
 from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvstore.connectors.bridge import Bridge
-from kvstore.connectors.pages import Pages
+from kvstore.connectors.bridge import LOAD_S, Bridge
+from kvstore.connectors.pages import SAVE_S, Pages
 from kvstore.connectors.revisions import model_name, weights_revision
-from kvstore.errors import Invalid
+from kvstore.connectors.transfers import Stopped, Transfer
+from kvstore.errors import Corrupt, Invalid
 from kvstore.ids import Namespace, Shard
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 NAME: Final = "kvtier"
 _SETTING: Final = "remote_storage_plugin.{}.{}"
+_MARGIN: Final = 0.9  # of the time that LMCache waits: what came until then is used
 
 
 class KVTierAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is installed where this runs
@@ -69,6 +73,7 @@ class KVTierRemote(RemoteConnector):  # type: ignore[misc]  # as above
         self._revision = weights_revision(context.metadata.model_name, settings["revision"])
         self._tenant = settings["tenant"] or "default"
         self._memory = context.local_cpu_backend
+        self._patience_s = min(LOAD_S, float(context.config.blocking_timeout_secs))
         self._bridge = Bridge(settings["url"])
         layers = max(1, int(context.metadata.kv_shape[0]))
         self._chunks = self._pages(self.full_chunk_size_bytes, "chunk")
@@ -126,38 +131,29 @@ class KVTierRemote(RemoteConnector):  # type: ignore[misc]  # as above
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:  # noqa: ARG002  LMCache's signature
         """The leading run of chunks."""
-        getting = self._begun(partial(self._get, keys))
+        pages, got, run = self._of(keys), list[Any](), 0
+        transfer = pages.load(_names(keys), lambda _, page: got.append(self._chunk(page)), deadline_s=self._patience_s * _MARGIN)
         try:
-            return await asyncio.shield(getting)
-        except asyncio.CancelledError:
-            getting.add_done_callback(lambda done: None if done.exception() else _let_go(done.result()))
-            raise
+            run = await _over(transfer, self._patience_s)
+        finally:
+            _let_go(got[run:])  # what came, and was not vouched for, or is not wanted any more
+        return got[:run]
 
     async def get(self, key: Any) -> Any:
         """One chunk; None where it is not there."""
         return (await self.batched_get([key]))[0]
 
-    def _get(self, keys: Sequence[Any]) -> list[Any]:
-        pages, got = self._of(keys), list[Any]()
-        try:
-            run = pages.loaded(_names(keys), lambda _, page: got.append(self._chunk(page)))
-        except BaseException:
-            _let_go(got)
-            raise
-        _let_go(got[run:])  # what came, and was not vouched for
-        return got[:run]
-
     def _chunk(self, page: memoryview) -> Any:
-        """A page's chunk, copied into memory of LMCache's. Raises `_NoRoom`."""
+        """A page's chunk, copied into memory of LMCache's. Raises `Stopped` where LMCache has none: those before it are used."""
         said = RemoteMetadata.deserialize(bytes(page[-self.remote_metadata_bytes :]))
-        chunk = self._memory.allocate(said.shapes, said.dtypes, said.fmt)
+        if not 0 < said.length == get_size_bytes(said.shapes, said.dtypes) <= len(page) - self.remote_metadata_bytes:
+            raise Corrupt(f"a chunk says that it has {said.length} bytes")
+        # Not `busy_loop`: waiting for others to give memory back has no end, and a chunk that is not there is computed.
+        chunk = self._memory.allocate(said.shapes, said.dtypes, said.fmt, busy_loop=False)
         if chunk is None:
-            raise _NoRoomError("LMCache has no room for a chunk: raise max_local_cpu_size")
-        into = np.frombuffer(memoryview(chunk.byte_array).cast("B"), np.uint8)
-        if into.size != said.length:
-            chunk.ref_count_down()
-            raise _NoRoomError(f"LMCache gave {into.size} bytes for a chunk of {said.length}")
-        np.copyto(into, np.frombuffer(page, np.uint8)[: said.length])
+            log.warning("kvtier: LMCache has no room for a chunk: raise max_local_cpu_size")
+            raise Stopped
+        np.copyto(_bytes_of(chunk), np.frombuffer(page, np.uint8)[: said.length])
         return chunk
 
     def support_batched_put(self) -> bool:
@@ -165,30 +161,19 @@ class KVTierRemote(RemoteConnector):  # type: ignore[misc]  # as above
         return True
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
-        """Keep chunks, or drop what cannot be kept now. LMCache gives its references back when this is over, cancelled or not."""
-        putting = self._begun(partial(self._put, keys, memory_objs))
-        try:
-            await asyncio.shield(putting)
-        except asyncio.CancelledError:
-            await asyncio.wait([putting])  # until then their memory is read
-            raise
+        """Keep chunks, or drop what cannot be kept now. No byte of theirs is read after this is over, or was cancelled."""
+        pages = self._of(keys)
+        room = pages.nbytes - self.remote_metadata_bytes
+        fitting = [(key, chunk) for key, chunk in zip(keys, memory_objs, strict=True) if chunk.get_size() <= room]
+        if len(fitting) < len(keys):
+            log.warning("kvtier: %d chunks have more than the %d bytes of a full one: not kept", len(keys) - len(fitting), room)
+        if fitting:
+            names = _names([key for key, _ in fitting])
+            await _over(pages.save(names, lambda index, page: _fill(fitting[index][1], page, self.remote_metadata_bytes)), SAVE_S)
 
     async def put(self, key: Any, memory_obj: Any) -> None:
         """As `batched_put`, for one."""
         await self.batched_put([key], [memory_obj])
-
-    def _put(self, keys: Sequence[Any], chunks: Sequence[Any]) -> None:
-        pages = self._of(keys)
-        room = pages.nbytes - self.remote_metadata_bytes
-        fitting = [(key, chunk) for key, chunk in zip(keys, chunks, strict=True) if chunk.get_size() <= room]
-        if len(fitting) < len(keys):
-            log.warning(
-                "kvtier: %d chunks are larger than %d bytes, which a full chunk has: not kept", len(keys) - len(fitting), room
-            )
-        if fitting:
-            pages.saved(
-                _names([key for key, _ in fitting]), lambda index, page: _fill(fitting[index][1], page, self.remote_metadata_bytes)
-            )
 
     # --- the rest ---
 
@@ -224,23 +209,38 @@ class KVTierRemote(RemoteConnector):  # type: ignore[misc]  # as above
         return self._layers if keys and hasattr(keys[0], "layer_id") else self._chunks
 
     async def _aside(self, work: Callable[[], R]) -> R:
-        return await self._begun(work)
-
-    def _begun(self, work: Callable[[], R]) -> asyncio.Future[R]:
-        return asyncio.get_running_loop().run_in_executor(None, work)
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
-class _NoRoomError(Exception):
-    """A chunk cannot be handed over."""
+async def _over(transfer: Transfer, patience_s: float) -> int:
+    """How many leading chunks moved. Past this no memory of LMCache's is touched, however it ended."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(ended.set)
+
+    transfer.then(tell)
+    try:
+        await asyncio.wait_for(ended.wait(), patience_s)
+    except TimeoutError:
+        log.warning("kvtier: %d chunks took longer than %.0f s: gone on without", len(transfer.links), patience_s)
+        return 0
+    finally:
+        transfer.stop()
+    return transfer.run
 
 
 def _names(keys: Sequence[Any]) -> list[bytes]:
     return [key.to_string().encode() for key in keys]
 
 
+def _bytes_of(chunk: Any) -> np.ndarray:
+    return np.frombuffer(memoryview(chunk.byte_array).cast("B"), np.uint8)
+
+
 def _fill(chunk: Any, page: memoryview, trailer: int) -> None:
-    source = np.frombuffer(memoryview(chunk.byte_array).cast("B"), np.uint8)
-    target = np.frombuffer(page, np.uint8)
+    source, target = _bytes_of(chunk), np.frombuffer(page, np.uint8)
     np.copyto(target[: source.size], source)
     target[source.size : -trailer] = 0
     said = RemoteMetadata(source.size, chunk.get_shapes(), chunk.get_dtypes(), chunk.get_memory_format())

@@ -76,6 +76,13 @@ class Pages:
                 return 0
         return found.run
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which ones are stored, whatever is missing before them. Past the time of a look-up the rest counts as missing."""
+        found, ends = list[bool](), time.monotonic() + LOOK_S
+        while len(found) < len(keys) and time.monotonic() < ends:
+            found += [*[True] * self.exists(keys[len(found) :]), False]
+        return [*found, *[False] * len(keys)][: len(keys)]
+
     def loaded(self, keys: Sequence[bytes], place: Callable[[int, memoryview], None], deadline_s: float = LOAD_S) -> int:
         """As `load`, to its end: how many leading ones were placed. Past it no memory of the caller's is touched."""
         return _ended(self.load(keys, place, deadline_s=deadline_s), deadline_s)

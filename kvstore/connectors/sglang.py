@@ -144,13 +144,10 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is installe
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return set(range(1, pool.exists(self._keys(keys)) + 1))
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            trailing = max(1, len(transfer.keys or ()))
-            wanted = self._keys(keys)
-            there = pool.present(wanted)
+            trailing, there = max(1, len(transfer.keys or ())), pool.present(self._keys(keys))
             return {end for end in range(1, len(keys) + 1) if all(there[max(0, end - trailing) : end])}
-        raise Invalid(
-            f"the hit policy {transfer.hit_policy} of pool {transfer.name} is not supported: turn that pool's storage off"
-        )
+        log.error("kvtier: the hit policy %s of pool %s is not known: nothing is restored", transfer.hit_policy, transfer.name)
+        return set()
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002  as above
         """As `batch_get_v1`, for each pool."""
@@ -259,9 +256,8 @@ class _Pool:
         return max((pages.exists(keys) for pages in self._stored()), default=0)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which pages are stored, whatever is missing before them."""
-        looks = [(key, [pages.look([key]) for pages in self._stored()]) for key in keys]
-        return [any(_answered(look) for look in each) for _, each in looks]
+        """Which pages are stored, in place or flat, whatever is missing before them."""
+        return [any(each) for each in zip(*(pages.present(keys) for pages in self._stored()), strict=True)] or [False] * len(keys)
 
     def flat(self, nbytes: int) -> Pages:
         """Pages as SGLang flattens them."""
@@ -302,13 +298,8 @@ class _Pool:
 
 
 def _page_size(host_pool: Any) -> int:
-    return int(getattr(host_pool, "page_size", 1) or 1)
-
-
-def _answered(look: Any) -> bool:
-    while (found := look.poll(0.05)) is None:
-        pass
-    return bool(found.run)
+    """In tokens, of all ranks together where they share out a page (DCP): SGLang counts indices that way."""
+    return int(getattr(host_pool, "logical_page_size", 0) or getattr(host_pool, "page_size", 1) or 1)
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:

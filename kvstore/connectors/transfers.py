@@ -136,6 +136,13 @@ class Transfer:
             if self._settle is not None:
                 self._settle()
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when it is over: on some thread, or at once where it is already. It must not raise."""
+        if self._future is None:
+            call()
+        else:
+            self._future.add_done_callback(lambda _: call())
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it came."""
         return self._future is None or not wait([self._future], timeout_s).not_done

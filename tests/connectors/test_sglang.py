@@ -6,6 +6,7 @@ tests/engines runs it under SGLang's real factory.
 import enum
 import importlib
 import sys
+import time
 import types
 from dataclasses import dataclass, field
 
@@ -112,6 +113,14 @@ def make(module, url):
         each.close()
 
 
+def settle(storage):
+    """Wait until what was stored is in the bucket, where others find it: every storage here has a node of its own."""
+    quiet = 0
+    while quiet < 4:  # what was just accepted is queued a moment later
+        quiet = 0 if storage._bridge._kv.stats().queued_bytes else quiet + 1
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def full():
     pool = HostPool()
@@ -127,6 +136,7 @@ def test_pages_come_back_into_another_process_pool_as_they_were(make, full):
     reader = make(pool)
     assert writer.batch_exists(KEYS) == 0
     assert writer.batch_set_v1(KEYS[:3], full.indices(0, 1, 2)) == [True] * 3
+    settle(writer)
     assert reader.batch_exists(KEYS) == 3
     assert reader.batch_get_v1(KEYS[:4], pool.indices(5, 1, 7, 2)) == [True, True, True, False]
     assert (pool.memory[:, [5, 1, 7]] == full.memory[:, [0, 1, 2]]).all()
@@ -148,12 +158,16 @@ def test_pages_come_back_into_another_process_pool_as_they_were(make, full):
     ids=["revision", "model", "tp", "pp", "cp", "layout", "size", "dtype"],
 )
 def test_what_differs_in_anything_shares_no_page(make, full, other):
-    make(full).batch_set_v1(KEYS[:2], full.indices(0, 1))
+    writer = make(full)
+    writer.batch_set_v1(KEYS[:2], full.indices(0, 1))
+    settle(writer)
     assert make(**other).batch_exists(KEYS[:2]) == 0
 
 
 def test_ranks_that_hold_the_same_latent_share_pages(make, full):
-    make(full, is_mla_model=True, tp_size=2).batch_set_v1(KEYS[:2], full.indices(0, 1))
+    writer = make(full, is_mla_model=True, tp_size=2)
+    writer.batch_set_v1(KEYS[:2], full.indices(0, 1))
+    settle(writer)
     assert make(is_mla_model=True, tp_rank=1, tp_size=2).batch_exists(KEYS[:2]) == 2
 
 
@@ -167,6 +181,7 @@ def test_indices_that_do_not_match_move_nothing(make, full):
 def test_after_clear_nothing_is_there_for_this_process_and_others_keep_theirs(make, full):
     storage, other = make(full), make()
     storage.batch_set_v1(KEYS[:2], full.indices(0, 1))
+    settle(storage)
     storage.clear()
     assert storage.batch_exists(KEYS) == 0
     assert other.batch_exists(KEYS) == 2
@@ -190,8 +205,8 @@ def test_a_prefix_counts_as_far_as_every_pool_has_what_its_policy_wants(make, fu
     storage.registered_pools["mamba"] = got
     assert storage.batch_get_v2([Transfer("mamba", KEYS[1:3], state.indices(4, 5))]) == {"mamba": [True, True]}
     assert (state.memory[:, [4, 5]] == 7).all()
-    with pytest.raises(Invalid, match="BLOCK_GROUPS"):
-        storage.batch_exists_v2(KEYS, [Transfer("mamba", KEYS, hit_policy=PoolHitPolicy.BLOCK_GROUPS)])
+    unknown = Transfer("mamba", KEYS, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+    assert storage.batch_exists_v2(KEYS, [unknown]).kv_hit_pages == 0  # and nothing is raised into the engine
 
 
 def test_pages_as_tensors(make, torch, url):

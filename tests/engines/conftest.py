@@ -11,12 +11,15 @@ import pytest
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(sys.prefix) / "unpacked"))  # engines' wheels without their requirements: scripts/test-engines
 
 from harness import STARTED, Engine, Node, Store
 
 AT_MOST = 6  # engine processes in a run without --all: each takes half a minute
 TEST_S = 420
+UNPACKED = {"PYTHONPATH": sys.path[-1], "LMCACHE_TRACK_USAGE": "false"}  # for processes that use them
 _TTFT = []
+collect_ignore = ["sglang_real"]  # in a process of its own: test_sglang.py
 
 
 def pytest_addoption(parser):

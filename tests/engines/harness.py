@@ -23,6 +23,7 @@ from kvstore.objects.seaweed import SeaweedFS
 HERE = Path(__file__).parent
 COMMAND_S = 120.0  # an engine that needs longer for one command hangs
 LOAD_S = 240.0
+QUIET = 6  # times in a row that nothing may be queued, before that counts: what was just accepted is queued a moment later
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -243,10 +244,11 @@ class Node(DemoNode):
 
     def settled(self, timeout_s=60.0):
         """Wait until everything it accepted is on disk and in the bucket."""
-        ends = time.monotonic() + timeout_s
+        ends, quiet = time.monotonic() + timeout_s, 0
         with kvstore.open_sync(self.url) as client:
-            while (stats := client.stats()).queued_bytes:
-                assert time.monotonic() < ends, f"{stats.queued_bytes} bytes still wait"
+            while quiet < QUIET:
+                quiet = 0 if (queued := client.stats().queued_bytes) else quiet + 1
+                assert time.monotonic() < ends, f"{queued} bytes still wait"
                 time.sleep(0.05)
 
     def wipe(self):
