@@ -83,6 +83,10 @@ class SeaweedFS:
         server = cls.launch(folder, bucket)  # here and not in a helper thread, whose end would end the server
         try:
             await asyncio.to_thread(server.wait_ready)
+        except BaseException:
+            server.kill()  # nobody used it: nothing is gained by the ten seconds that it may take to stop while it starts
+            raise
+        try:
             yield server
         finally:
             await asyncio.to_thread(server.stop)

@@ -22,7 +22,7 @@ from kvstore.objects.opening import open_store
 MANY: Final = 8
 _OBJECTS: Final = 16
 _SMALL: Final = 2048  # about what a head weighs
-LATE: Final = 1.5  # what has begun may take this much longer than it was given
+_LATE: Final = 1.5  # what has begun may take this much longer than it was given
 _CLEAN_S: Final = 30.0
 
 
@@ -33,7 +33,7 @@ async def measure(settings: Settings, ask: Ask, seconds: float) -> AsyncIterator
     async with open_store(url, settings.store, clock) as store:
         bench = _Bench(store, prefix, ask)
         try:
-            async with asyncio.timeout(LATE * seconds):  # a request that hangs ends it; otherwise every part ends by itself
+            async with asyncio.timeout(_LATE * seconds):  # a request that hangs ends it; otherwise every part ends by itself
                 yield await _conditional(store, f"{prefix}/probe")
                 yield await bench.register(seconds / 10)
                 for parallel, share in ((1, 0.2), (MANY, 0.25)):
@@ -137,7 +137,7 @@ async def _repeat(run: Callable[[int], Awaitable[int]], parallel: int, calls: in
                 return
 
     try:
-        async with asyncio.timeout(LATE * seconds), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(_LATE * seconds), asyncio.TaskGroup() as group:
             for _ in range(parallel):
                 group.create_task(work())
     except TimeoutError:

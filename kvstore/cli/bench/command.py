@@ -26,8 +26,9 @@ from kvstore.errors import EXIT_FAILED, Invalid, KVTierError, Unavailable
 BLOCK: Final = 8 * MIB
 _LEAST, _MOST = BLOCK, 1 << 40
 _QUICK_OBJECT: Final = 2 * MIB
-_SECONDS, _QUICK_S = 40.0, 9.0  # and half of it for starting and stopping servers and cleaning up, at most
-_QUICK_MOST_S, _CLEAN_S = 14.0, 3.5  # of all but imports; and of that for emptying the bucket and stopping its server
+_SECONDS, _QUICK_S = 40.0, 8.0  # and half of it for starting and stopping servers and cleaning up, at most
+_QUICK_MOST_S, _CLEAN_S = 14.0, 2.0  # of all but imports; and of that for emptying the bucket and stopping its server
+_START_S: Final = 3.0  # for the S3 server to start, in any case
 _INTERRUPTED: Final = 130
 _SHARES: Final = {"memory": 0.2, "disk": 0.35, "bucket": 0.35, "codec": 0.1}
 
@@ -53,7 +54,7 @@ def bench(
     hf_model: Annotated[
         Path | None, typer.Option("--hf-model", metavar="FOLDER", help="Also: how small the KV of this model gets.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fifteen seconds at most, and less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fifteen seconds, unless the machine is busy; less exact.")] = False,
     config: ConfigOption = None,
     settings: SetOption = None,
     data: DataOption = None,
@@ -101,8 +102,7 @@ def _parts(
 ) -> dict[str, Part]:
     """What to measure, in order; each hands its results over as they come.
 
-    The bucket is last: what others take longer than their share comes off its time, to end by `ends`, and it may answer as late as
-    it likes.
+    The bucket is last, and not measured where its server is not up by `ends`.
     """
 
     def all_of(measure: Callable[[float], Iterator[Line]], name: str) -> Part:
@@ -116,15 +116,14 @@ def _parts(
         async def run() -> None:
             async with AsyncExitStack() as closing:
                 try:
-                    async with asyncio.timeout(max(0.0, ends - time.monotonic()) if ends < math.inf else None):
+                    async with asyncio.timeout(max(_START_S, ends - time.monotonic()) if ends < math.inf else None):
                         found = await closing.enter_async_context(beside(settings, data))
                 except TimeoutError:
                     raise Unavailable("the S3 server did not start in time", remedy="leave --quick out") from None
                 if not found.store.url:
                     take(Line(name="bucket", note="not measured: name one by --store, or set store.url"))
                     return
-                seconds = min(_SHARES["bucket"] * ask.seconds, (ends - time.monotonic()) / bucket.LATE)
-                async for line in bucket.measure(found, ask, seconds):
+                async for line in bucket.measure(found, ask, _SHARES["bucket"] * ask.seconds):
                     take(line)
 
         stopping.run(run())
