@@ -171,18 +171,18 @@ class SchedulerHalf:
         scheduled = list(self._scheduled(output, written))
         halt = {job for page in written for job in self._being_saved.get(page, ())}
         halt |= self._overdue()
-        saves = [save for tracked, tokens in scheduled if (save := self._saving(tracked, tokens)) is not None]
+        saves = [save for each in scheduled if (save := self._saving(*each)) is not None]
         step = Step(tuple(self._loads), tuple(saves), tuple(sorted(halt)), tuple(self._cancel), tuple(self._waiting))
         self._loads, self._cancel, self._waiting = [], [], []
         self._patience = SOON_S
         return step
 
-    def _scheduled(self, output: Any, written: list[int]) -> Iterable[tuple[Tracked, int]]:
-        """Each request of the step and how many tokens it has in the cache after it; adds to `written` what is written anew."""
+    def _scheduled(self, output: Any, written: list[int]) -> Iterable[tuple[Tracked, int, int]]:
+        """Each request of a step, how many tokens it has in the cache, and how many come; `written` gets what is written anew."""
         for new in output.scheduled_new_reqs:
             self._take_pages(new.req_id, new.block_ids, new.num_computed_tokens, written, anew=True)
             if new.req_id in self._tracked:
-                yield self._tracked[new.req_id], new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                yield self._tracked[new.req_id], new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
         cached = output.scheduled_cached_reqs
         for request, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             anew = request in cached.resumed_req_ids
@@ -192,7 +192,7 @@ class SchedulerHalf:
                 tracked = self._tracked[request]
                 if anew:
                     tracked.offered = tracked.stored  # what was halted is offered again; what is there is not copied again
-                yield tracked, computed + output.num_scheduled_tokens[request]
+                yield tracked, computed, output.num_scheduled_tokens[request]
 
     def _take_pages(self, request: str, blocks: Sequence[Sequence[int]], computed: int, written: list[int], *, anew: bool) -> None:
         tracked = self._tracked.get(request)
@@ -204,26 +204,28 @@ class SchedulerHalf:
             elif tracked is not None:
                 tracked.pages[group] += pages
 
-    def _saving(self, tracked: Tracked, tokens: int) -> Save | None:
+    def _saving(self, tracked: Tracked, computed: int, scheduled: int) -> Save | None:
         try:
-            return self._save(tracked, tokens)
+            return self._save(tracked, computed, scheduled)
         except Exception:
             log.exception("kvtier: request %s is not saved", tracked.request.request_id)
             self._forget(tracked.request.request_id)
             return None
 
-    def _save(self, tracked: Tracked, tokens: int) -> Save | None:
-        """The blocks that are full once a request has so many tokens in the cache, and were not offered yet."""
+    def _save(self, tracked: Tracked, computed: int, scheduled: int) -> Save | None:
+        """The blocks that are full after this step, and were not offered yet."""
         if self._stopped or not self._wants(tracked):
             return None
         request, size = tracked.request, self._model.namespace.block_tokens
         most = request.num_tokens if self._settings.decode else request.num_prompt_tokens
-        links = tracked.chain.upto(min(tokens, most))
+        links = tracked.chain.upto(min(computed + scheduled, most))
         first, end = max(tracked.offered, tracked.stored), len(links)
         if first >= end:
             return None
         tracked.offered = end
-        pages = tuple(tuple(tracked.pages[group][first * each : end * each]) for group, each in enumerate(self._model.pages))
+        pages = tuple(
+            self._kept(tracked, group, computed)[first * each : end * each] for group, each in enumerate(self._model.pages)
+        )
         end = first + min(self._whole(group, part) for group, part in enumerate(pages))
         if first >= end:  # a window has moved on before the block was full
             return None
@@ -235,6 +237,12 @@ class SchedulerHalf:
             self._being_saved.setdefault(page, set()).add(self._job)
         ids = as_tokens(request.all_token_ids[first * size : end * size]).tobytes()
         return Save(self._job, request.request_id, packed(links[first:end]), ids, pages)
+
+    def _kept(self, tracked: Tracked, group: int, computed: int) -> tuple[int, ...]:
+        """A request's blocks in the engine; 0 for those that it may have given away, because a window has moved on."""
+        pages, kind = tracked.pages[group], self._model.namespace.groups[group]
+        gone = max(0, computed - kind.window + 1) // self._model.page_tokens[group] if kind.kind == "window" else 0
+        return (*([0] * min(gone, len(pages))), *pages[gone:])
 
     def _whole(self, group: int, pages: Sequence[int]) -> int:
         """How many leading blocks have all of their pages."""

@@ -124,12 +124,16 @@ class Engine:
             for group in mine:
                 group.layer_names = [name for name in group.layer_names if int(name.split(".")[2]) in layers]
             model = model_of(vllm_config, kv_cache_config, settings)
-            caches = {name: self.cache(group.kv_cache_spec, blocks, order) for group in mine for name in group.layer_names}
+            memory, caches = {}, {}  # the groups share it: a block belongs to one of them at a time
+            for group in mine:
+                for index, name in enumerate(group.layer_names):
+                    caches[name] = memory.setdefault(index, self.cache(group.kv_cache_spec, blocks, order))
             place = Place.of_worker(vllm_config.parallel_config)
             half = WorkerHalf(model, place, bridge, blocks)
             half.register(caches)
             self.workers.append(SimpleNamespace(half=half, caches=caches, place=place, groups=mine))
         self.running, self.said = {}, Counter()
+        self.hasty = False  # whether blocks that become free are the next to be used, or the last
 
     def layers_of(self, stage, stages):
         count = self.model.namespace.layers
@@ -196,6 +200,15 @@ class Engine:
             while len(pages) * self.model.page_tokens[group] < tokens:
                 pages.append(self.free.pop(0))
 
+    def leave_windows(self, request):
+        """As vLLM: blocks behind a window are somebody else's from now on, and nobody is told."""
+        for pages, kind, tokens in zip(request.pages, self.model.namespace.groups, self.model.page_tokens, strict=True):
+            gone = max(0, request.num_computed_tokens - kind.window + 1) // tokens if kind.kind == "window" else 0
+            for index in range(gone):
+                if pages[index]:
+                    self.free.insert(0 if self.hasty else len(self.free), pages[index])
+                    pages[index] = 0
+
     def give(self, request):
         for pages in request.pages or ():
             self.free += [page for page in pages if page]
@@ -206,6 +219,7 @@ class Engine:
         new, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         for request, tokens in scheduled:
             before = self.running.get(request.request_id)
+            self.leave_windows(request)
             had = [len(pages) for pages in request.pages]
             self.take(request, request.num_computed_tokens + tokens)
             if before is None:

@@ -109,14 +109,34 @@ def test_hybrid_models_keep_what_each_group_needs(torch, bridge):
     assert {page for cache in other.workers[0].caches.values() for page in [cache[0].abs().sum().item()]} == {0}
 
 
-def test_a_window_that_moved_on_leaves_no_whole_block_to_save(torch, bridge):
-    parts = ((spec(torch), (0,)), (spec(torch, SlidingWindowSpec, sliding_window=4), (1,)))
-    engine, request = Engine(torch, bridge, *parts), Request("a", prompt(16))
-    engine.admit(request)
-    engine.step([(request, 4)])
-    engine.scheduler._tracked["a"].pages[1][0] = 0  # vLLM gives it to somebody else
-    assert engine.step([(request, 4)]).step.saves == ()
-    assert len(engine.step([(request, 8)]).step.saves) == 1
+@pytest.mark.parametrize("window", [2, 4, 8, 12])
+@pytest.mark.parametrize("chunk", [3, 8, 10, 40])
+@pytest.mark.parametrize("hasty", [True, False])
+def test_blocks_that_a_window_has_left_are_not_mistaken_for_others(torch, bridge, window, chunk, hasty):
+    """vLLM gives them to other requests: what is in them is theirs."""
+    parts = ((spec(torch), (0,)), (spec(torch, SlidingWindowSpec, sliding_window=window), (1,)))
+    engine = Engine(torch, bridge, *parts)
+    engine.hasty = hasty
+    one, two = Request("a", prompt(30)), Request("b", prompt(27, 7))
+    for request in (one, two):
+        engine.admit(request)
+    while waiting := [each for each in (one, two) if each.num_computed_tokens < each.num_tokens]:
+        engine.step([(each, min(chunk, each.num_tokens - each.num_computed_tokens)) for each in waiting])
+        engine.until(lambda _: not engine.scheduler._jobs)  # no save is late
+    for token in range(20):
+        for request in (one, two):
+            request.all_token_ids.append(900 + token)
+        engine.step([(one, 1), (two, 1)])
+        engine.until(lambda _: not engine.scheduler._jobs)
+    for request in (one, two):
+        engine.finish(request)
+    other = Engine(torch, bridge, *parts)
+    for request in (one, two):
+        again = Request("c" + request.request_id, request.all_token_ids)
+        loaded = other.load(again)
+        assert other.holds(again, loaded)
+        if window >= 8 and not hasty:  # no shorter than a block: all of them are stored
+            assert loaded == (len(request.all_token_ids) - 1) // 8 * 8
 
 
 # --- what is looked up ---

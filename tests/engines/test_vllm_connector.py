@@ -136,8 +136,14 @@ def test_without_a_node_an_engine_starts_and_answers_and_finds_one_that_comes(en
     running.call("vllm_calls:time_lookups")
     warm = running.generate(ids)[0]
     assert (warm.cached, warm.tokens) == (512, cold.tokens)
+    running.forget()
+    assert running.generate(ids[:512])[0].cached == 256  # a prompt that is stored as a whole: its last block is computed
     for _ in range(60):
         running.generate(ids, max_tokens=1)
+    metrics = running.call("vllm_calls:metrics")
+    assert metrics["kvtier_engine_blocks_total saved"] >= 2
+    assert metrics["kvtier_engine_blocks_total loaded"] == 3
+    assert metrics["kvtier_engine_lookups_total hit"] >= 2
     times = running.call("vllm_calls:lookup_times")
     assert max(times) < 0.25
     said = {"median": statistics.median(times), "p99": statistics.quantiles(times, n=100)[98]}

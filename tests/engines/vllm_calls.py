@@ -2,6 +2,7 @@
 
 import time
 
+from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
 
@@ -80,3 +81,9 @@ def count_preemptions(llm):
 def connected(llm, within_s):
     """Whether a node has been reached by then."""
     return connector(llm)._bridge.wait_connected(within_s)
+
+
+def metrics(llm):
+    """What the connector shows to Prometheus: the value of each counter, by its name and outcome."""
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name.startswith("kvtier_engine_")]
+    return {f"{sample.name} {sample.labels['outcome']}": sample.value for sample in samples if sample.name.endswith("_total")}
