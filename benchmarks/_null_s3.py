@@ -1,13 +1,15 @@
 """An S3 server that costs next to nothing: it keeps what is PUT in memory and sends it back, ranges too.
 
 Only for measuring clients: it checks no signatures, knows no conditions, and says to every HEAD that there is nothing. Run as a
-process of its own it prints its port.
+process of its own it prints its port. Given the PEM files of a certificate and of its key, it speaks TLS.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
+import ssl
 import sys
 import threading
 from http import HTTPStatus
@@ -41,10 +43,12 @@ class _Objects:
         return self._kept.get(key)
 
 
-def _serve(connection: socket.socket, objects: _Objects) -> None:
+def _serve(connection: socket.socket, objects: _Objects, tls: ssl.SSLContext | None) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     pending = b""
     try:
+        if tls is not None:
+            connection = tls.wrap_socket(connection, server_side=True)
         while True:
             while b"\r\n\r\n" not in pending:
                 got = connection.recv(_HEAD_LIMIT)
@@ -71,10 +75,15 @@ def _serve(connection: socket.socket, objects: _Objects) -> None:
                 first, _, last = headers[b"range"].removeprefix(b"bytes=").partition(b"-")
                 start, end, status = int(first), min(size, int(last) + 1), HTTPStatus.PARTIAL_CONTENT
                 more = b"content-range: bytes %d-%d/%d\r\n" % (start, end - 1, size)
-            connection.sendall(_head(status, end - start, more), socket.MSG_MORE)
+            head = _head(status, end - start, more)
+            if isinstance(connection, ssl.SSLSocket):
+                connection.sendall(head)
+                connection.sendall(memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))[start:end])
+                continue
+            connection.sendall(head, socket.MSG_MORE)
             while start < end:
                 start += os.sendfile(connection.fileno(), file, start, end - start)
-    except ConnectionError:
+    except (ConnectionError, ssl.SSLError):
         pass
     finally:
         connection.close()
@@ -87,12 +96,15 @@ def _head(status: HTTPStatus, length: int, more: bytes = b"") -> bytes:
 
 def main() -> None:
     """Serve until standard input ends."""
-    objects = _Objects()
+    objects, tls = _Objects(), None
+    if sys.argv[1:]:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(*sys.argv[1:])
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 
     def accept() -> None:
         while True:
-            threading.Thread(target=_serve, args=(listener.accept()[0], objects), daemon=True).start()
+            threading.Thread(target=_serve, args=(listener.accept()[0], objects, tls), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     print(listener.getsockname()[1], flush=True)

@@ -2,26 +2,29 @@
 
 What reads and writes is what a node has, wrappers of the store and all; only the manifest is spared, since each block's copy is
 known. The bare clients move the same objects, as many at once: `http.client` into the caller's memory, and obstore with the copy
-that it needs. `bucket_get_raw` is whichever of them is faster here. Against a server that costs nothing (`..._null`) the CPU time
-of a client is its own; SeaweedFS is the limit on two cores.
+that it needs. `bucket_get_raw` is whichever of them is faster here; `bucket_get_digested` is `http.client` and one BLAKE3 over each
+whole object, about the least that verified bytes can cost. Against a server that costs nothing (`..._null`, over TLS `..._tls`) the
+CPU time of a client is its own; SeaweedFS is the limit on two cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import operator
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
-from http.client import OK, HTTPConnection, HTTPResponse
+from http.client import OK, HTTPConnection, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import obstore
 from _cases import MIB, Case, timed
+from blake3 import blake3
 from obstore.store import S3Store as Obstore
 
 from kvstore import codec
@@ -48,8 +51,9 @@ from kvstore.service.bucket import Bucket
 from tiering import DramSlot, DramTier, Lease, Movers, Stack, StackSettings
 
 CASES = (
-    "bucket_get", "bucket_get_raw", "bucket_get_http", "bucket_get_obstore", "bucket_put", "bucket_put_raw",
+    "bucket_get", "bucket_get_raw", "bucket_get_http", "bucket_get_obstore", "bucket_get_digested", "bucket_put", "bucket_put_raw",
     "bucket_get_null", "http_null", "obstore_null", "bucket_one", "bucket_one_raw", "bucket_put_null", "obstore_put_null",
+    "bucket_get_tls", "http_tls", "obstore_tls",
 )  # fmt: skip
 TOTAL = 256 * MIB
 CALL = 128 * MIB
@@ -74,11 +78,13 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
         seaweed.wait_ready()
         loop = asyncio.new_event_loop()
         closing.callback(loop.close)
-        real, null = Rig(loop, size), Rig(loop, size)
+        real, null, tls = Rig(loop, size), Rig(loop, size), Rig(loop, size)
         closing.callback(lambda: loop.run_until_complete(real.close()))
         loop.run_until_complete(real.open(seaweed.settings(), seaweed.credentials))
         closing.callback(lambda: loop.run_until_complete(null.close()))
         loop.run_until_complete(null.open(closing.enter_context(null_server()), Credentials("a", "b")))
+        closing.callback(lambda: loop.run_until_complete(tls.close()))
+        loop.run_until_complete(tls.open(closing.enter_context(null_server(*certificate(folder))), Credentials("a", "b")))
         pool = closing.enter_context(ThreadPoolExecutor(PARALLEL))
         servers = (seaweed.pid,)
 
@@ -93,6 +99,7 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
             "bucket_get_raw": faster,
             "bucket_get_http": http_get,
             "bucket_get_obstore": obstore_get,
+            "bucket_get_digested": read(Bare(real, pool).http_digested, servers),
             "bucket_put": Case(real.put, real.call_bytes, 1, real.forget, servers),
             "bucket_put_raw": Case(Bare(real, pool).put, real.call_bytes, 1, servers=servers),
             "bucket_get_null": read(null.get),
@@ -102,16 +109,30 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
             "bucket_one_raw": Case(Bare(real, pool).one, real.plan.raw_bytes, TOTAL // size, servers=servers),
             "bucket_put_null": Case(null.put, null.call_bytes, 1, null.forget),
             "obstore_put_null": Case(Bare(null, pool).obstore_put, null.call_bytes, 1),
+            "bucket_get_tls": read(tls.get),
+            "http_tls": read(Bare(tls, pool).http),
+            "obstore_tls": read(Bare(tls, pool).obstore),
         }
 
 
 @contextmanager
-def null_server() -> Iterator[S3Settings]:
-    """In a process of its own."""
-    command = [sys.executable, str(Path(__file__).with_name("_null_s3.py"))]
+def null_server(*certificate: Path) -> Iterator[S3Settings]:
+    """In a process of its own; over TLS with a certificate that is its own authority, and its key."""
+    command = [sys.executable, str(Path(__file__).with_name("_null_s3.py")), *map(str, certificate)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield S3Settings(bucket=NULL, endpoint=f"http://127.0.0.1:{process.stdout.readline().strip()}")
+        service, bundle = ("https://localhost", str(certificate[0])) if certificate else ("http://127.0.0.1", "")
+        yield S3Settings(bucket=NULL, endpoint=f"{service}:{process.stdout.readline().strip()}", ca_bundle=bundle)
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """PEM files of one for localhost that signed itself, and of its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    what = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    leaf = "-addext subjectAltName=DNS:localhost -addext basicConstraints=critical,CA:FALSE"  # else obstore refuses it
+    command = ["openssl", *what.split(), *leaf.split(), "-out", str(cert), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
 
 
 class Rig:
@@ -218,6 +239,8 @@ class Bare:
         address = rig.settings.address()
         self._host, self._port, self._authority, self._path = address.host, address.port, address.authority, address.path
         self._idle: list[HTTPConnection] = []
+        bundle = rig.settings.ca_bundle
+        self._tls = ssl.create_default_context(cafile=bundle) if bundle else None
         self._store = Obstore(
             rig.settings.bucket,
             endpoint=address.url,
@@ -225,12 +248,21 @@ class Bare:
             secret_access_key=rig.credentials.secret_key,
             region="us-east-1",
             virtual_hosted_style_request=False,
-            client_options={"allow_http": True},
+            client_options={"allow_http": True, **({"root_certificate": Path(bundle).read_text()} if bundle else {})},
         )
 
     def http(self, call: int) -> None:
         """`http.client`, straight into the arena."""
         self._gets(call, self._http_get)
+
+    def http_digested(self, call: int) -> None:
+        """`http.client`, straight into the arena, and a digest of each whole object."""
+
+        def get(key: str, into: memoryview) -> None:
+            self._http_get(key, into)
+            blake3(into).digest()
+
+        self._gets(call, get)
 
     def obstore(self, call: int) -> None:
         """obstore, and a copy into the arena."""
@@ -281,7 +313,7 @@ class Bare:
         self._idle.append(connection)
 
     def _ask(self, method: str, key: str, body: memoryview | None) -> tuple[HTTPResponse, HTTPConnection]:
-        connection = self._idle.pop() if self._idle else HTTPConnection(self._host, self._port)
+        connection = self._idle.pop() if self._idle else self._connect()
         path = f"{self._path}/{key}"
         headers = sign(
             self._rig.credentials,
@@ -298,6 +330,11 @@ class Bare:
         answer = connection.getresponse()
         assert answer.status == OK, answer.read()
         return answer, connection
+
+    def _connect(self) -> HTTPConnection:
+        if self._tls is None:
+            return HTTPConnection(self._host, self._port)
+        return HTTPSConnection(self._host, self._port, context=self._tls)
 
     def _obstore_get(self, key: str, into: memoryview) -> None:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(memoryview(obstore.get(self._store, key).bytes()), np.uint8))

@@ -56,7 +56,7 @@ ROWS: Final = {
     "nvme_get": Row("nvme", 0.90, "nvme_get_raw", "lmc_disk_odirect_get.*"),
     "nvme_put": Row("nvme", 0.85, "nvme_put_raw", "lmc_disk_odirect_put.*"),
     "bucket_get": Row("bucket", 0.95, "bucket_get_raw", "bucket_get_digested|s3_(raw_http|obstore)_get.*|lmc_s3_b?get.*"),
-    "bucket_get_null": Row("bucket", 0.95, "http_null", "obstore_null"),
+    "bucket_get_null": Row("bucket", 1 / 1.3, "obstore_null", "http_null"),
     "bucket_get_tls": Row("bucket", 0.95, "http_tls", "obstore_tls"),
     "bucket_put": Row("bucket", 0.85, "bucket_put_raw", "s3_(raw_http|obstore)_put|lmc_s3_put"),
     "codec": Row("codec", 0.85, "codec_plain", once=True),
