@@ -20,7 +20,7 @@ _SAMPLE: Final = 4096
 def weights_digest(path: Path) -> str:
     """What identifies the weights in a folder, or in one file, in 64 hex digits.
 
-    A sample of every file is read, not all of it: weights that were changed in a few places only may have the digest of those before.
+    A sample of every file is read, not all of it: weights that were changed in few places may have the digest of those before.
 
     Raises:
         OSError: It cannot be read.
