@@ -17,7 +17,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
@@ -25,6 +26,7 @@ import httpx
 
 from kvstore import api
 from kvstore.connectors.bridge import Bridge
+from kvstore.errors import Gone, NotFound
 
 if TYPE_CHECKING:
     from kvstore.client import SyncClient
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 HEADER: Final = "X-Session-ID"
 PARENT_HEADER: Final = "X-Parent-Session-ID"
 IDLE_S: Final = 30.0  # a session that was not used that long is restored again: it may have left the tier
+_CLOSE_S: Final = 2.0
 _REMEMBERED: Final = 4096
 _MOST_BODY: Final = 64 << 20
 
@@ -81,6 +84,21 @@ class AgentSessions:
 
         return self.bridge.call("restore", restore) is not None
 
+    def forget(self, session_id: str, *, namespace: str = "") -> None:
+        """Delete a session's KV. Returns at once; one that has none is fine."""
+        with self._lock:
+            self._used.pop(session_id, None)
+
+        def delete(kv: SyncClient) -> None:
+            with suppress(NotFound, Gone):
+                kv.delete_session(session_id, namespace=namespace)
+
+        self.bridge.call("delete_session", delete)
+
+    def version(self, session_id: str, *, namespace: str = "") -> Future[int] | None:
+        """The version that a session's KV has, 0 where it has none. None where too many calls wait."""
+        return self.bridge.call("get_session", lambda kv: _version(kv, session_id, namespace))
+
     def transport(
         self,
         inner: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
@@ -99,7 +117,10 @@ class AgentSessions:
         return SessionTransport(self, inner, session_id, in_body=in_body)
 
     def close(self) -> None:
-        """Let go of the node."""
+        """Let go of the node. What was asked before, such as the end of a session, has a little time to get there."""
+        last = self.bridge.call("close", lambda _: None)  # calls are made in order
+        if last is not None:
+            wait([last], _CLOSE_S)
         self.bridge.close()
 
     def __enter__(self) -> Self:
@@ -244,7 +265,7 @@ class KVSession:
         self._items += len(items)
 
         def note(kv: SyncClient) -> None:
-            version = kv.get_session(self.session_id, namespace=self._namespace).version
+            version = _version(kv, self.session_id, self._namespace)
             if version and (not self._marks or self._marks[-1][1] < version):
                 self._marks.append((before, version))
                 del self._marks[:-_REMEMBERED]
@@ -264,7 +285,7 @@ class KVSession:
             if not self._marks:
                 return
             items, version = self._marks[-1]
-            if kv.get_session(self.session_id, namespace=self._namespace).version > version:
+            if _version(kv, self.session_id, self._namespace) > version:
                 gone_back = kv.rewind(self.session_id, version=version, namespace=self._namespace)
                 self._marks[-1] = (items, gone_back.version)
 
@@ -276,4 +297,11 @@ class KVSession:
         await self._inner.clear_session()
         self._items = 0
         self._marks.clear()
-        self._sessions.bridge.call("delete_session", lambda kv: kv.delete_session(self.session_id, namespace=self._namespace))
+        self._sessions.forget(self.session_id, namespace=self._namespace)
+
+
+def _version(kv: SyncClient, session_id: str, namespace: str) -> int:
+    try:
+        return kv.get_session(session_id, namespace=namespace).version
+    except (NotFound, Gone):
+        return 0

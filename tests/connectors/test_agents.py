@@ -196,3 +196,19 @@ async def test_a_conversation_is_kept_whatever_becomes_of_its_kv(tmp_path):
         assert await mine.get_items(limit=1) == [1]
         await mine.clear_session()
         assert await mine.get_items() == []
+
+
+def test_a_session_that_was_deleted_is_no_trouble_and_one_deleted_at_the_end_is_gone(request):
+    url = f"memory://{request.node.originalname}?dram=64MiB"
+    with AgentSessions(url, model="m") as agents:
+        assert agents.bridge.wait_connected(30)
+        assert agents.version("s").result(30) == 0
+        commit(agents, "s", 1)
+        agents.forget("nobody")
+        assert agents.version("s").result(30) == 1
+        agents.forget("s", namespace=NS.id)  # and the program ends
+        counts = agents.bridge.counts
+    with AgentSessions(url) as agents:
+        assert agents.bridge.wait_connected(30)
+        assert agents.version("s", namespace=NS.id).result(30) == 0
+    assert set(counts.calls) == {"ok"}
