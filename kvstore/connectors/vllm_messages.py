@@ -73,6 +73,7 @@ class Step(msgspec.Struct, frozen=True):
         halt: Orders to save that must not touch the engine's memory any more: their blocks are somebody else's now.
         cancel: Requests whose load nobody waits for any more.
         waiting: Finished requests, whose blocks are kept until what is saved of them is: say when.
+        idle: Whether nothing is computed in this step.
     """
 
     loads: tuple[Load, ...] = ()
@@ -80,6 +81,7 @@ class Step(msgspec.Struct, frozen=True):
     halt: tuple[int, ...] = ()
     cancel: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
+    idle: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -172,7 +172,14 @@ class SchedulerHalf:
         halt = {job for page in written for job in self._being_saved.get(page, ())}
         halt |= self._overdue()
         saves = [save for each in scheduled if (save := self._saving(*each)) is not None]
-        step = Step(tuple(self._loads), tuple(saves), tuple(sorted(halt)), tuple(self._cancel), tuple(self._waiting))
+        step = Step(
+            tuple(self._loads),
+            tuple(saves),
+            tuple(sorted(halt)),
+            tuple(self._cancel),
+            tuple(self._waiting),
+            not output.num_scheduled_tokens,
+        )
         self._loads, self._cancel, self._waiting = [], [], []
         self._patience = SOON_S
         return step

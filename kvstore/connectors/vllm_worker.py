@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Generic, TypeVar
 
 from kvstore import codec
@@ -18,6 +19,7 @@ from kvstore.errors import Unsupported
 M = TypeVar("M", Load, Save)
 LOAD_S: Final = 5.0  # what takes longer than this, and a slow store needs for its bytes, is computed
 LOAD_BYTES_S: Final = 100e6
+IDLE_S: Final = 0.002  # a step in which nothing is computed may take that long
 CLOSE_S: Final = 5.0  # for saves to end, when the engine shuts down
 
 
@@ -65,6 +67,7 @@ class WorkerHalf:
         self._loading: dict[str, _Moving[Load]] = {}
         self._saving: dict[int, _Moving[Save]] = {}
         self._waiting: set[str] = set()
+        self._idle = False
         self._report = Report()
         self._broken_blocks = set[int]()
         self._broken_requests = set[str]()
@@ -118,6 +121,7 @@ class WorkerHalf:
 
     def begin_saves(self, step: Step) -> None:
         """Take blocks out, which the forward pass has filled."""
+        self._idle = step.idle
         self._waiting.update(step.waiting)
         for save in step.saves:
             links = save.links
@@ -130,6 +134,8 @@ class WorkerHalf:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests of which everything is saved, of those that wait for it; and requests whose load has ended, well or not."""
+        if self._idle:
+            self._leave_time()
         for job in [job for job, saving in self._saving.items() if saving.done]:
             self._report = self._report.with_(Report(saved={job: (self._saving.pop(job).run,)}))
         busy = {saving.order.request for saving in self._saving.values()}
@@ -139,6 +145,14 @@ class WorkerHalf:
         for request in received:
             self._received(self._loading.pop(request))
         return sent, received
+
+    def _leave_time(self) -> None:
+        """An engine that has nothing to compute asks again and again, and keeps Python from the threads that it waits for."""
+        loads = (transfer for loading in self._loading.values() if not loading.done for transfer in loading.transfers)
+        saves = (transfer for saving in self._saving.values() if not saving.done for transfer in saving.transfers)
+        moving = next(chain(loads, saves), None)
+        if moving is not None:
+            moving.wait(IDLE_S)
 
     def _received(self, loading: _Moving[Load]) -> None:
         load, run = loading.order, loading.run

@@ -9,7 +9,6 @@ import pytest
 from fake_vllm import PAGE, Engine, MLAAttentionSpec, Request, SlidingWindowSpec, spec
 
 from kvstore.connectors import vllm_scheduler
-from kvstore.connectors.bounded import Bounded
 from kvstore.connectors.bridge import Bridge
 from kvstore.ids import Shard
 
@@ -33,6 +32,11 @@ def leases(bridge):
         return found
 
     return count
+
+
+def called(bridge):
+    """What was asked for about sessions is done: calls are made one after the other."""
+    bridge.call("wait", lambda kv: None).result(30)
 
 
 def prompt(count, seed=0):
@@ -347,10 +351,11 @@ def test_an_aborted_load_touches_nothing_and_holds_nothing(torch, bridge, monkey
     monkeypatch.setattr(bridge._kv, "get", lambda *arguments, **more: gate.wait(30) and get(*arguments, **more))
     other.admit(again)
     other.step()
+    (transfer,) = other.workers[0].half._loading["b"].transfers
     assert other.scheduler.finished(again) == (False, {"kvtier": {"session": "s", "tokens_saved": 24, "version": None}})
     assert other.step().all_received == ["b"]  # at once: nothing more is written
     gate.set()
-    bridge._loads._pool.shutdown(wait=True)
+    assert transfer.wait(30)
     assert all(cache.abs().sum() == 0 for cache in other.workers[0].caches.values())
     assert other.scheduler._tracked == {}
     assert other.scheduler._sessions._running == {}
@@ -360,8 +365,7 @@ def test_an_aborted_load_touches_nothing_and_holds_nothing(torch, bridge, monkey
 def test_a_request_that_never_ran_leaves_its_session_as_it_was(torch, bridge):
     engine = Engine(torch, bridge)
     engine.run(Request("a", prompt(26), session="s"))
-    bridge._calls._pool.shutdown(wait=True)
-    bridge._calls = Bounded("calls", 1, 10)
+    called(bridge)
     waits = Request("b", prompt(10) + prompt(16, 3), session="s")  # it begins as the session does, and goes another way
     assert engine.admit(waits) == 8
     engine.finish(waits)
@@ -369,7 +373,7 @@ def test_a_request_that_never_ran_leaves_its_session_as_it_was(torch, bridge):
     while engine.scheduler.matched(never, 0)[0] is None:
         pass
     assert engine.finish(never)["kvtier"]["session"] == "s"
-    bridge._calls._pool.shutdown(wait=True)
+    called(bridge)
     assert engine.scheduler._sessions.counts == {"extended": 1}
     assert version(bridge, engine.model, "s").version == 1
     assert engine.scheduler._sessions._running == {}
@@ -423,7 +427,7 @@ def test_turns_become_versions_once_every_rank_has_saved(torch, bridge, tp):
     told = engine.run(Request("a", prompt(20), session="s"))
     assert told["kvtier"]["session"] == "s"
     engine.run(Request("b", prompt(20) + prompt(20, 1), params={"session_id": "s"}), decode=2)
-    bridge._calls._pool.shutdown(wait=True)
+    called(bridge)
     found = version(bridge, engine.model, "s")
     assert (found.version, sum(link.tokens for link in found.blocks)) == (2, 40)
     assert len(found.shards) == tp
@@ -471,7 +475,7 @@ def test_a_fork_begins_as_its_parent(torch, bridge):
     engine = Engine(torch, bridge)
     engine.run(Request("a", prompt(20), session="mother"))
     engine.run(Request("b", prompt(20) + prompt(9, 1), session="child", params={"parent_session_id": "mother"}))
-    bridge._calls._pool.shutdown(wait=True)
+    called(bridge)
     family = {bridge._kv.get_session(name, namespace=engine.model.namespace).family for name in ("mother", "child")}
     assert len(family) == 1
     assert engine.scheduler._sessions.counts["forked"] == 1
