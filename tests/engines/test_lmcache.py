@@ -119,9 +119,10 @@ def test_a_put_that_is_cancelled_gives_the_chunks_back_and_reads_no_byte_of_them
     backend = make()
     keys, chunks = backend.keys(1, 2, 3), [backend.chunk(seed) for seed in (1, 2, 3)]
     want = [chunk.tensor.clone() for chunk in chunks]
-    copying, go_on, fill = threading.Event(), threading.Event(), module._fill
+    copying, go_on, fill, copied = threading.Event(), threading.Event(), module._fill, []
 
     def slow(*arguments):
+        copied.append(arguments)
         copying.set()
         fill(*arguments)
         go_on.wait(30)
@@ -136,6 +137,7 @@ def test_a_put_that_is_cancelled_gives_the_chunks_back_and_reads_no_byte_of_them
     with pytest.raises(CancelledError):
         putting.result(30)
     backend.ours._bridge._saves.submit(lambda: None).result(30)  # the saving thread is free again
+    assert len(copied) == 1
     assert [chunk.get_ref_count() for chunk in chunks] == [1, 1, 1]
     for chunk in chunks:
         chunk.tensor.fill_(-1)  # LMCache uses the memory for something else
@@ -158,6 +160,7 @@ def test_a_put_that_waits_and_is_cancelled_is_never_begun(make, loop):
     assert chunk.get_ref_count() == 1  # while the tier is still busy with something else
     go_on.set()
     blocked.result(30)
+    backend.ours._bridge._saves.submit(lambda: None).result(30)
     drop(chunk)
     assert backend.remote.batched_contains(keys) == 0
 
