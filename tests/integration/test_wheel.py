@@ -128,7 +128,18 @@ def test_values_and_connectors_are_light(package):
     if package == "connectors":
         folder = ROOT / "kvstore" / "connectors"
         # Halves that need torch, and an engine's own kind of class, which it loads itself; agents have httpx.
-        loaded_later = {"hf_cache", "hf_staging", "vllm", "vllm_tier", "vllm_events", "vllm_metrics", "sglang", "lmcache", "agents"}
+        loaded_later = {
+            "hf_cache",
+            "hf_staging",
+            "vllm",
+            "vllm_tier",
+            "vllm_events",
+            "vllm_metrics",
+            "sglang",
+            "lmcache",
+            "lmcache_l2",
+            "agents",
+        }
         names = [f"kvstore.connectors.{path.stem}" for path in folder.glob("[a-z]*.py") if path.stem not in loaded_later]
     else:
         names = [f"kvstore.{name}" for name in ("codec", "keys", "api", "wire", "config", "model", "ids", "errors", "clock")]

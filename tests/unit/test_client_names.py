@@ -51,7 +51,8 @@ def test_importing_kvstore_is_light(record_property):
     assert {name.partition(".")[0] for name in modules} & set(HEAVY.split()) == set()
     ours = {".".join(name.split(".")[:2]) for name in modules if name.startswith("kvstore.")}
     assert ours == {
-        f"kvstore.{name}" for name in ("api", "blocks", "client", "codec", "config", "cost", "errors", "ids", "keys", "wire")
+        f"kvstore.{name}"
+        for name in ("api", "blocks", "client", "codec", "config", "copying", "cost", "errors", "ids", "keys", "wire")
     }
 
 
