@@ -54,7 +54,7 @@ class Background:
             if threading.current_thread() is self._thread:
                 raise Invalid("a SyncClient cannot be used on its own loop's thread: use the async Client there")  # noqa: TRY301
             with self._submitting:
-                if self._closed:
+                if self._closed or not self._stop.alive:  # the latter: the interpreter ends
                     raise Closed("this client is closed")  # noqa: TRY301  the coroutine below is closed in every case
                 handed = True  # before it is: an interrupt in the middle of it leaves open whether the loop has it
                 self._loop.call_soon_threadsafe(_begin, self._loop, work, future)

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvstore import codec
+from kvstore.connectors.bounded import Bounded
+from kvstore.errors import Unavailable
 from kvstore.ids import Link, Namespace, Shard
 
 if TYPE_CHECKING:
@@ -52,11 +55,14 @@ def arrivals(
 
     far = windows(links[near:], FAR // size)
     under_way: deque[tuple[Sequence[Link], Future[Blocks]]] = deque()
-    readers = ThreadPoolExecutor(REQUESTS, "kvtier-read")  # no thread is started before it is needed
+    readers = Bounded("kvtier-read", REQUESTS, 2 * REQUESTS)  # no thread is started before it is needed
 
     def ask() -> None:
         while len(under_way) < REQUESTS and (window := next(far, None)) is not None:
-            under_way.append((window, readers.submit(get, window)))
+            future = readers.submit(partial(get, window))
+            if future is None:
+                raise Unavailable("this process ends, or has no thread left")
+            under_way.append((window, future))
 
     try:
         ask()
@@ -76,7 +82,7 @@ def arrivals(
         for _, future in under_way:
             if not future.cancel():
                 future.add_done_callback(_let_go)  # nobody waits for it; its leases go back when it has ended
-        readers.shutdown(wait=False)
+        readers.close()
 
 
 def windows(links: Sequence[Link], step: int) -> Iterator[Sequence[Link]]:

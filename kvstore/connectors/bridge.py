@@ -6,9 +6,11 @@ without a node; one that comes later is found.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +18,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
 from kvstore import api, codec
+from kvstore.client.fork import Birth
 from kvstore.client.opening import open_sync
 from kvstore.config import StorageUrl
 from kvstore.connectors.arrivals import arrivals
@@ -32,11 +35,14 @@ R = TypeVar("R")
 LOAD_S: Final = 30.0
 _REOPEN_S: Final = (0.5, 1.0, 2.0, 5.0)  # between attempts to reach a node; the last one again and again
 _SAID_S: Final = 60.0  # the same trouble is logged once in that time
+_EXIT_S: Final = 2.0  # for copies under way, when the interpreter ends
 _QUESTIONS, _LOADS, _SAVES, _CALLS = 256, 64, 256, 256
 
 
 class Bridge:
-    """One engine process's way to a tier. Close it when the engine shuts down.
+    """One engine process's way to a tier. Close it when the engine shuts down; an interpreter that ends does not wait for it.
+
+    In a forked child it finds nothing and takes nothing: the child opens its own.
 
     Args:
         url: A storage URL.
@@ -53,7 +59,7 @@ class Bridge:
 
     def __init__(self, url: str) -> None:
         StorageUrl.parse(url)
-        self._url = url
+        self._url, self._birth = url, Birth()
         self._users = 1
         self.counts = Counts()
         self._told: dict[str, Counter[str]] = {}
@@ -64,8 +70,10 @@ class Bridge:
         self._loads = Bounded("kvtier-load", 2, _LOADS)
         self._saves = Bounded("kvtier-save", 1, _SAVES)
         self._calls = Bounded("kvtier-call", 1, _CALLS)
+        self._workers = (self._questions, self._loads, self._saves, self._calls)
         self._opener = threading.Thread(target=self._open, name="kvtier-open", daemon=True)
         self._opener.start()
+        _open.add(self)
 
     @classmethod
     def shared(cls, url: str) -> Self:
@@ -75,7 +83,7 @@ class Bridge:
         """
         with cls._sharing:
             bridge = cls._shared.get(url)
-            if bridge is None:
+            if bridge is None or not bridge._birth.here:  # noqa: SLF001
                 bridge = cls._shared[url] = cls(url)
             else:
                 bridge._users += 1
@@ -165,16 +173,19 @@ class Bridge:
             ) as arriving:
                 for _, blocks in arriving:
                     before = done
-                    for lease in blocks.leases:
-                        place(done, lease.view)
-                        done += 1
-                        self.counts.nbytes["loaded"] += lease.size
-                    settle()
-                    if not blocks.intact:
-                        done = before  # the node died while this was copied
+                    try:
+                        for lease in blocks.leases:
+                            place(done, lease.view)
+                            done += 1
+                            self.counts.nbytes["loaded"] += lease.size
+                    finally:
+                        settle()
+                        if not blocks.intact:  # the node died while this was copied
+                            done = before
+                    if done < before + len(blocks.leases):
                         break
         except Stopped:
-            pass  # whoever stopped it has settled what was begun
+            pass
         finally:
             self.counts.blocks["loaded"] += done
             self.counts.blocks["lost"] += len(links) - done
@@ -222,9 +233,11 @@ class Bridge:
         """A call about sessions, after those before it. None where too many wait; an error is counted, and is the future's."""
 
         def run() -> R:
-            outcome = "ok"
+            outcome = "error"
             try:
-                return self._telling(what, lambda: work(self._client()))
+                done = self._telling(what, lambda: work(self._client()))
+                outcome = "ok"
+                return done
             except KVTierError as error:
                 outcome = error.kind
                 raise
@@ -238,14 +251,19 @@ class Bridge:
 
     def close(self) -> None:
         """Let go of every lease. What was saved and is with the node stays; what waits here is dropped."""
+        if not self._birth.here:
+            return  # nothing of it is the child's
         with self._sharing:
             self._users -= 1
             if self._users > 0:
                 return
             if self._shared.get(self._url) is self:
                 del self._shared[self._url]
+        self._end()
+
+    def _end(self) -> None:
         self._closing.set()
-        for each in (self._questions, self._loads, self._saves, self._calls):
+        for each in self._workers:
             each.close()
         self._opener.join(1.0)
         if self._kv is not None:
@@ -287,3 +305,15 @@ class Bridge:
         self._said[key] = now
         expected = isinstance(error, KVTierError)
         log.warning("kvtier: %s failed, the engine goes on without: %s", what, error, exc_info=None if expected else error)
+
+
+_open: weakref.WeakSet[Bridge] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """The threads are daemons: none of them may be in the middle of the engine's memory when the interpreter goes."""
+    for bridge in [each for each in _open if each._birth.here]:  # noqa: SLF001
+        bridge._end()  # noqa: SLF001
+        for each in bridge._workers:  # noqa: SLF001
+            each.join(_EXIT_S)

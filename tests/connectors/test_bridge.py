@@ -1,5 +1,8 @@
 """The bridge: what an engine asks comes true or is a miss, never an error, and never touches memory that was taken back."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -170,6 +173,102 @@ def test_copies_that_were_begun_are_settled_before_what_was_lent_goes_back(bridg
     assert told == [0, 1, 2, 3, 4, "settled"]
     transfer.stop()
     assert told[-1] == "settled"
+
+
+def test_copies_before_one_that_fails_are_settled_too(bridge):
+    saved(bridge)
+    told = []
+
+    def place(index, raw):
+        told.append(index)
+        if index == 2:
+            raise ValueError("no such page")
+
+    transfer = bridge.load(NS, SHARD, LINKS, place, near=5, settle=lambda: told.append("settled"))
+    assert transfer.wait(30)
+    assert told == [0, 1, 2, "settled"]
+
+
+def test_what_was_copied_from_a_node_that_died_does_not_count_where_the_caller_ends_it_early(bridge, monkeypatch):
+    saved(bridge)
+    monkeypatch.setattr("kvstore.blocks.Blocks.intact", property(lambda _: False))
+
+    def place(index, raw):
+        if index == 2:
+            raise transfers.Stopped
+
+    transfer = bridge.load(NS, SHARD, LINKS, place, near=5)
+    assert transfer.wait(30)
+    assert transfer.run == 0
+
+
+def test_a_call_that_fails_in_an_unknown_way_does_not_count_as_made(bridge):
+    call = bridge.call("divide", lambda kv: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        call.result(30)
+    assert bridge.counts.calls == {"error": 1}
+
+
+def test_a_forked_child_finds_nothing_and_waits_for_nothing(bridge):
+    saved(bridge)
+
+    def found():
+        load = bridge.load(NS, SHARD, LINKS, lambda i, raw: None)
+        save = bridge.save(NS, SHARD, LINKS, fill)
+        runs = (
+            bridge.look(NS, [SHARD], LINKS).poll(0).run,
+            load.done,
+            load.run,
+            save.done,
+            save.run,
+            bridge.call("x", lambda kv: 1),
+        )
+        bridge.close()
+        return runs
+
+    assert in_child(found) == repr((0, True, 0, True, 0, None))
+    assert answer(bridge.look(NS, [SHARD], LINKS)).run == 5  # the parent's is as it was
+
+
+def test_a_forked_child_does_not_share_the_bridge_of_its_parent():
+    url = "memory://bridge-child?dram=64MiB"
+    parents = Bridge.shared(url)
+    try:
+        assert in_child(lambda: Bridge.shared(url) is parents) == "False"
+    finally:
+        parents.close()
+
+
+def in_child(work):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, repr(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        answer = said.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+_LEAVES = """
+import threading
+from kvstore.connectors.bridge import Bridge
+bridge = Bridge("memory://bridge-leaves?dram=64MiB")
+assert bridge.wait_connected(30)
+begun = threading.Event()
+bridge.call("wait", lambda kv: (begun.set(), threading.Event().wait()))
+assert begun.wait(30)
+print("leaves", flush=True)
+"""
+
+
+def test_an_interpreter_that_ends_waits_for_no_call():
+    ended = subprocess.run([sys.executable, "-c", _LEAVES], check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "leaves\n"), ended.stderr
 
 
 def test_more_than_can_wait_is_dropped_and_counted(bridge, monkeypatch):
