@@ -26,7 +26,8 @@ import httpx
 
 from kvstore import api
 from kvstore.connectors.bridge import Bridge
-from kvstore.errors import Gone, NotFound
+from kvstore.errors import Gone, Invalid, NotFound
+from kvstore.keys import check_id
 
 if TYPE_CHECKING:
     from kvstore.client import SyncClient
@@ -44,8 +45,12 @@ _parent: ContextVar[str] = ContextVar("kvtier_parent", default="")
 
 @contextmanager
 def session(session_id: str, *, parent: str = "") -> Iterator[None]:
-    """Requests in here, and in tasks that are started here, belong to this session. Where it is new, it is a fork of `parent`."""
-    tokens = _session.set(session_id), _parent.set(parent)
+    """Requests in here, and in tasks that are started here, belong to this session. Where it is new, it is a fork of `parent`.
+
+    Raises:
+        Invalid: An id that no tier takes, or no header carries: it must be ASCII.
+    """
+    tokens = _session.set(_fit_for_headers(session_id)), _parent.set(_fit_for_headers(parent))
     try:
         yield
     finally:
@@ -113,8 +118,11 @@ class AgentSessions:
             session_id: Of requests outside of any :func:`session`.
             in_body: Whether the id is put into JSON bodies, too, as `vllm_xargs.session_id`: for vLLM without a gateway before it,
                 which shows headers to no connector. Other servers may refuse a field that they do not know.
+
+        Raises:
+            Invalid: As :func:`session`.
         """
-        return SessionTransport(self, inner, session_id, in_body=in_body)
+        return SessionTransport(self, inner, _fit_for_headers(session_id), in_body=in_body)
 
     def close(self) -> None:
         """Let go of the node. What was asked before, such as the end of a session, has a little time to get there."""
@@ -183,24 +191,33 @@ class SessionTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
             request.headers = headers
             return request
         headers["Content-Length"] = str(len(body))
+        headers.pop("Transfer-Encoding", None)  # of a stream that was read meanwhile: both would be two lengths
         return httpx.Request(request.method, request.url, headers=headers, content=body, extensions=request.extensions)
 
 
+def _fit_for_headers(session_id: str) -> str:
+    if session_id:
+        check_id(session_id, "session id")
+        if not session_id.isascii() or session_id != session_id.strip():
+            raise Invalid("a session id travels in a header: it must be ASCII, without spaces around it")
+    return session_id
+
+
 def _with_xargs(request: httpx.Request, named: str, parent: str) -> bytes | None:
-    """The JSON body with the ids in `vllm_xargs`; None where it is no JSON object in memory."""
+    """The JSON body with the ids in `vllm_xargs`; None where it is no JSON object in memory, or would not be the same again."""
     try:
         content = request.content
         if len(content) > _MOST_BODY:
             return None
         fields = json.loads(content)
-    except (httpx.RequestNotRead, ValueError):
+        if not isinstance(fields, dict):
+            return None
+        said = fields.get("vllm_xargs")
+        ids = {"session_id": named} | ({"parent_session_id": parent} if parent else {})
+        fields["vllm_xargs"] = ids | said if isinstance(said, dict) else ids
+        return json.dumps(fields, allow_nan=False).encode()
+    except (httpx.RequestNotRead, ValueError, RecursionError):  # not read; no JSON, or a number beyond floats; nested too deep
         return None
-    if not isinstance(fields, dict):
-        return None
-    said = fields.get("vllm_xargs")
-    ids = {"session_id": named} | ({"parent_session_id": parent} if parent else {})
-    fields["vllm_xargs"] = ids | said if isinstance(said, dict) else ids
-    return json.dumps(fields).encode()
 
 
 class Items(Protocol):

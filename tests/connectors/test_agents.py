@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.connectors import agents as module
 from kvstore.connectors.agents import AgentSessions, KVSession, session
-from kvstore.errors import KVTierError
+from kvstore.errors import Invalid, KVTierError
 from kvstore.ids import Namespace, Shard, chain
 
 NS = Namespace(model="m", revision="1", layers=1, page_bytes=512, layout="test/1", block_tokens=4)
@@ -116,6 +116,33 @@ def test_a_body_that_is_no_json_passes_as_it_is(agents, server, seen, restored):
     with httpx.Client(transport=agents.transport(server, in_body=True)) as client, session("s"):
         client.post("http://engine/", content=b"\xff\x00")
     assert seen[0].content == b"\xff\x00"
+
+
+@pytest.mark.parametrize("body", [b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b'{"a": 1e999}'], ids=["deep", "large number"])
+def test_a_body_that_would_not_be_the_same_again_passes_as_it_is(agents, server, seen, restored, body):
+    with httpx.Client(transport=agents.transport(server, session_id="s", in_body=True)) as client:
+        client.post("http://engine/", content=body)
+    assert seen[0].content == body
+
+
+def test_a_stream_that_was_read_before_it_was_sent_has_one_length(agents, server, seen, restored):
+    with httpx.Client(transport=agents.transport(server, session_id="s", in_body=True)) as client:
+        request = client.build_request("POST", "http://engine/", content=iter([b'{"a":', b" 1}"]))
+        request.read()
+        client.send(request)
+    assert json.loads(seen[0].content)["vllm_xargs"] == {"session_id": "s"}
+    assert seen[0].headers["Content-Length"] == str(len(seen[0].content))
+    assert "Transfer-Encoding" not in seen[0].headers
+
+
+@pytest.mark.parametrize("name", ["a\r\nX-Evil: 1", "a\0", "\ud800", "\u00e9", " a", "x" * 10_000, "../a"])
+def test_an_id_that_cannot_travel_is_said_where_it_is_given(agents, name):
+    with pytest.raises(Invalid, match="session id"), session(name):
+        pass
+    with pytest.raises(Invalid, match="session id"), session("s", parent=name):
+        pass
+    with pytest.raises(Invalid, match="session id"):
+        agents.transport(session_id=name)
 
 
 def test_a_session_that_rested_is_warmed_again(agents, restored, monkeypatch):
