@@ -73,7 +73,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is installe
         """A pool beside it: of states, of an indexer."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        if name not in self._pools:
+        if name != _KV or name not in self._pools:  # another one in its place: the memory of the one before is not ours any more
             self._pools[name] = self._pool(name, host_pool)
 
     def _pool(self, name: str, host_pool: Any) -> _Pool:
@@ -175,7 +175,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is installe
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:  # noqa: ARG002  as above
         """As `get`, for several."""
-        if not keys or not target_locations or target_locations[0] is None:
+        if not keys or not target_locations or not all(_whole(tensor) for tensor in target_locations):
             return [None] * len(keys)
         views = [_bytes_of(tensor) for tensor in target_locations]
         pages = self._pages(views[0].size)
@@ -289,17 +289,26 @@ class _Pool:
             return None
         try:
             pointers, sizes = self._host.get_page_buffer_meta(host_indices)
-        except (AttributeError, NotImplementedError, ValueError) as error:
+            parts = list(zip(pointers, sizes, strict=True))
+        except Exception as error:  # noqa: BLE001  whatever it is, the page is not stored
             log.warning("kvtier: a pool of layout %s cannot be stored in place: %s", getattr(self._host, "layout", "?"), error)
             return None
-        each = len(pointers) // pages
-        parts = list(zip(pointers, sizes, strict=True))
-        return [parts[first : first + each] for first in range(0, each * pages, each)]
+        each = len(parts) // pages
+        extents = [parts[first : first + each] for first in range(0, each * pages, each)] if each else []
+        if len(parts) % pages or len({sum(size for _, size in page) for page in extents}) != 1:
+            log.warning("kvtier: %d parts of %d pages are not as many bytes for each: not moved", len(parts), pages)
+            return None
+        return extents
 
 
 def _page_size(host_pool: Any) -> int:
     """In tokens, of all ranks together where they share out a page (DCP): SGLang counts indices that way."""
     return int(getattr(host_pool, "logical_page_size", 0) or getattr(host_pool, "page_size", 1) or 1)
+
+
+def _whole(tensor: Any) -> bool:
+    """Whether its bytes lie together: those of another would be written into a copy."""
+    return tensor is not None and tensor.is_contiguous()
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:

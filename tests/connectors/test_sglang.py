@@ -223,6 +223,46 @@ def test_pages_as_tensors(make, torch, url):
     assert not storage.batch_set(KEYS[:2], pages[:1])
 
 
+def test_a_target_whose_bytes_do_not_lie_together_is_not_said_to_be_filled(make, torch):
+    storage = make()
+    assert storage.batch_set(KEYS[:1], [torch.arange(75, dtype=torch.float32)])
+    assert storage.batch_get(KEYS[:2], [torch.zeros(75), torch.zeros(150)[::2]]) == [None, None]
+    assert storage.batch_get(KEYS[:1], [torch.zeros(75)]) != [None]
+
+
+def test_a_pool_in_the_place_of_another_is_the_one_that_is_written(make):
+    storage, before, after = make(), HostPool(part=90), HostPool(part=90)
+    before.memory[:] = 7
+    storage.register_mem_host_pool_v2(before, "mamba")
+    assert storage.batch_set_v2([Transfer("mamba", KEYS[:1], before.indices(0))]) == {"mamba": [True]}
+    storage.register_mem_host_pool_v2(after, "mamba")
+    before.memory[:] = 0
+    assert storage.batch_get_v2([Transfer("mamba", KEYS[:1], after.indices(2))]) == {"mamba": [True]}
+    assert (after.memory[:, 2] == 7).all()
+    assert not before.memory.any()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        lambda pool, _: None,
+        lambda pool, _: ([pool.memory.ctypes.data] * 3, [300] * 3),
+        lambda pool, _: ([pool.memory.ctypes.data] * 4, [300, 300, 300, 200]),
+        lambda pool, _: ([pool.memory.ctypes.data] * 4, [300]),
+        lambda pool, _: ([], []),
+        lambda pool, indices: pool.nothing[indices],
+        lambda pool, indices: [][indices[0]],
+    ],
+    ids=["None", "parts", "lengths", "sizes", "empty", "no attribute", "no index"],
+)
+def test_a_pool_that_says_nothing_of_use_moves_nothing_and_raises_nothing(make, full, monkeypatch, meta):
+    storage = make(full)
+    monkeypatch.setattr(HostPool, "get_page_buffer_meta", meta)
+    assert storage.batch_exists(KEYS) == 0
+    assert storage.batch_set_v1(KEYS[:2], full.indices(0, 1)) == [False] * 2
+    assert storage.batch_get_v1(KEYS[:2], full.indices(0, 1)) == [False] * 2
+
+
 def test_without_a_node_there_is_nothing_and_nothing_breaks(module, tmp_path, full):
     storage = module.KVTierStorage(Config({"url": f"kvtier+unix://{tmp_path}/nobody.sock", "revision": "1"}), None)
     storage.register_mem_pool_host(full)
