@@ -312,7 +312,7 @@ class Service:
             uptime_s=self._clock.monotonic() - self._started,
             tiers=tier_stats(tiers, self.plane.reads),
             leases=tiers.dram.leases,
-            queued_bytes=sum(tiers.stack.queued.values()),
+            queued_bytes=self.plane.queued(tenant),
             restores=self._restores.running,
             commits={
                 **self._commits.outcomes,

@@ -107,6 +107,10 @@ class Landing:
         """Whether blocks of a tenant are on their way."""
         return any(load.tenant == tenant for load in self._pending)
 
+    def queued(self, tenant: str) -> int:
+        """Bytes of a tenant that are not visible yet."""
+        return sum(load.nbytes for load in self._pending if load.tenant == tenant)
+
     async def settled(self, tenant: str, seconds: float | None = None) -> None:
         """Wait until what a tenant has published by now is visible, or that long."""
         await self._wait([load.landed for load in self._pending if load.tenant == tenant], seconds)

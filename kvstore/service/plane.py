@@ -262,6 +262,10 @@ class Plane:
             keys = self._names_of(namespace, shard).keys(packed)
             stack.asked(keys, len(keys))
 
+    def queued(self, tenant: str) -> int:
+        """Bytes of a tenant that are published, and not yet in every tier that they are meant for."""
+        return self._landing.queued(tenant) + sum(self.tiers(tenant).stack.queued.values())
+
     async def settled(self, tenant: str, deadline: float | None = None) -> None:
         """Wait for what the tenant has published by now. Whoever is told that a block is published finds it."""
         if self._landing.pending(tenant):

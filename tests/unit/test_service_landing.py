@@ -125,3 +125,13 @@ async def test_a_block_that_is_copied_in_parts_is_free_when_the_last_part_is_ove
     go.set()
     await waiting
     assert sorted(log) == [("aborted", b""), ("copied", True)]
+
+
+async def test_what_has_not_landed_is_counted_until_it_has(movers):
+    landing, log = Landing(movers, 1 << 20), []
+    take(landing, log, 1, nbytes=100)
+    take(landing, log, 2, nbytes=50, tenant="b")
+    assert (landing.queued("a"), landing.queued("b"), landing.queued("c")) == (100, 50, 0)
+    await landing.settled("a")
+    await landing.aclose()
+    assert (landing.queued("a"), landing.queued("b")) == (0, 0)
