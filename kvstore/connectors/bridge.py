@@ -112,10 +112,10 @@ class Bridge:
 
     def look(self, namespace: Namespace, shards: Sequence[Shard], links: Sequence[Link]) -> Look:
         """How much of a chain is stored for all of these shards. Moves nothing."""
-        names = [link.prefix_id for link in links]
         ends = time.monotonic() + LOOK_S
 
         def ask() -> api.Found:
+            names = [link.prefix_id for link in links]  # here: of a long prompt it takes milliseconds
             deadline_ms = max(1, int((ends - time.monotonic()) * 1000))
             return self._client().lookup(namespace=namespace, prefix_ids=names, shards=shards, deadline_ms=deadline_ms)
 

@@ -367,9 +367,9 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """The engine shuts down, and its workers have: what was saved of requests that are over is committed."""
-        commits = []
+        commits, ends = [], time.monotonic() + CLOSE_S
         for tracked in list(self._tracked.values()):
-            if not tracked.over or tracked.turn is None:
+            if not tracked.over or tracked.turn is None or time.monotonic() >= ends:  # a node that says nothing, of many
                 self._forget(tracked.request.request_id)
                 continue
             look = self._bridge.look(self._model.namespace, self._shards, tracked.chain.links[: tracked.offered])
@@ -377,7 +377,7 @@ class SchedulerHalf:
                 pass  # it ends by itself
             tracked.stored = found.run
             commits.append(self._end(tracked))
-        wait([commit for commit in commits if commit is not None], CLOSE_S)
+        wait([commit for commit in commits if commit is not None], max(0.0, ends - time.monotonic()))
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)

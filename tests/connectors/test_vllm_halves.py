@@ -462,6 +462,19 @@ def test_what_is_over_when_the_engine_ends_is_committed(torch, bridge):
     assert version(bridge, engine.model, "s").version == 1
 
 
+def test_a_node_that_says_nothing_is_not_asked_about_each_of_many_requests_at_the_end(torch, bridge, monkeypatch):
+    engine, request = Engine(torch, bridge), Request("a", prompt(20), session="s")
+    engine.admit(request)
+    engine.step([(request, 20)])
+    assert engine.scheduler.finished(request)[0]
+    asked = []
+    monkeypatch.setattr(bridge, "look", lambda *about: asked.append(about))
+    monkeypatch.setattr(vllm_scheduler, "CLOSE_S", 0.0)
+    engine.close()
+    assert not asked
+    assert engine.scheduler._tracked == engine.scheduler._sessions._running == {}
+
+
 def test_a_request_that_still_runs_when_the_engine_ends_leaves_nothing(torch, bridge, leases):
     engine, request = Engine(torch, bridge), Request("a", prompt(20), session="s")
     engine.admit(request)
