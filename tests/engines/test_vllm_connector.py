@@ -60,6 +60,18 @@ def key_of(store, root, url, session, block):
     return key
 
 
+def in_time(engine, ids, **sampling):
+    """The answer to a prompt whose look-up was answered in time: on a busy machine one may be late, which is a miss."""
+    for _ in range(5):
+        late = engine.call("vllm_calls:counts")["looks"].get("late", 0)
+        answer = engine.generate(ids, **sampling)[0]
+        if engine.call("vllm_calls:counts")["looks"].get("late", 0) == late:
+            return answer
+        engine.call("vllm_calls:settle")
+        engine.forget()
+    pytest.fail("five look-ups were late")
+
+
 def test_a_prefix_outlives_its_process_and_the_nodes_memory_and_disk(engine, node, store, root, prompt, ttft, tmp_path):
     ids, damaged, third = prompt(TOKENS), prompt(TOKENS, at=5000), prompt(TOKENS, at=10_000)
     with listening(endpoint := f"ipc://{tmp_path}/events") as read_events:
@@ -88,19 +100,19 @@ def test_a_prefix_outlives_its_process_and_the_nodes_memory_and_disk(engine, nod
 
     second = engine("vllm-resumes", connector=connector(node.url))
     ttft("vllm connector: cold", TOKENS, cold)
-    bucket = second.generate(ids)[0]
+    bucket = in_time(second, ids)
     assert (bucket.cached, bucket.tokens) == (WHOLE, cold.tokens)
     ttft("vllm connector: bucket", TOKENS, bucket)
     local = second.generate(ids)[0]
     assert (local.cached >= WHOLE, local.tokens) == (True, cold.tokens)
     ttft("vllm connector: local hit", TOKENS, local)
     second.forget()
-    dram = second.generate(ids)[0]
+    dram = in_time(second, ids)
     assert (dram.cached, dram.tokens) == (WHOLE, cold.tokens)
     ttft("vllm connector: DRAM", TOKENS, dram)
     second.forget()
     assert second.generate({"prompt_token_ids": ids, "cache_salt": "mine"}, max_tokens=1)[0].cached == 0
-    again = second.generate(damaged)[0]
+    again = in_time(second, damaged)
     assert again.tokens == cold_damaged.tokens
     counts = second.call("vllm_calls:counts")
     assert counts["blocks"]["lost"] == 3  # the damaged one, and two behind it
@@ -134,10 +146,10 @@ def test_without_a_node_an_engine_starts_and_answers_and_finds_one_that_comes(en
     assert running.call("vllm_calls:settle") == 0
     running.forget()
     running.call("vllm_calls:time_lookups")
-    warm = running.generate(ids)[0]
+    warm = in_time(running, ids)
     assert (warm.cached, warm.tokens) == (512, cold.tokens)
     running.forget()
-    assert running.generate(ids[:512])[0].cached == 256  # a prompt that is stored as a whole: its last block is computed
+    assert in_time(running, ids[:512]).cached == 256  # a prompt that is stored as a whole: its last block is computed
     for _ in range(60):
         running.generate(ids, max_tokens=1)
     metrics = running.call("vllm_calls:metrics")
@@ -202,7 +214,7 @@ def test_two_engines_in_turn_on_one_node_and_its_disk(engine, node, prompt, ttft
     node.settled()
     node.restart()
     second = engine("vllm-right", connector=connector(node.url))
-    answer = second.generate(ids, **of_session("s"))[0]
+    answer = in_time(second, ids, **of_session("s"))
     assert (answer.cached, answer.tokens) == (WHOLE, cold.tokens)
     ttft("vllm connector: NVMe", TOKENS, answer)
     longer = ids + answer.tokens + prompt(300, at=20_000)
