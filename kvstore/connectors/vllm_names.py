@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         min_tokens: Prompts with fewer are not saved.
         decode: Whether blocks that decoding fills are saved, or those of prompts only.
         block_tokens: Tokens of a stored block; 0: 256, or the engine's block size where that is larger.
-        weights: What identifies the weights, where neither a revision nor their files do.
+        revision: What identifies the weights, where neither a revision nor their files do.
     """
 
     url: str
@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 0
     decode: bool = True
     block_tokens: int = 0
-    weights: str = ""
+    revision: str = ""
 
     @classmethod
     def parse(cls, extra: Any) -> Settings:
@@ -273,20 +273,20 @@ def _revision(vllm_config: Any, settings: Settings) -> str:
     config = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     extra = f".{load_format}.{config.seed}" if load_format == "dummy" else ""
-    if settings.weights:
-        return settings.weights + extra
+    if settings.revision:
+        return settings.revision + extra
     path = Path(str(config.model))
     if path.exists():
         try:
             return weights_digest(path) + extra
         except (OSError, ValueError) as error:
-            raise Invalid(f'what are the weights in {path}? {error}: set "weights" in kv_connector_extra_config') from None
+            raise Invalid(f'what are the weights in {path}? {error}: set "revision" in kv_connector_extra_config') from None
     for commit in (getattr(config.hf_config, "_commit_hash", None), config.revision):
         if isinstance(commit, str) and _COMMIT.fullmatch(commit):
             return commit + extra
     raise Invalid(
         f"which weights does {config.model} stand for? They may change under that name: give --revision a commit, "
-        'or set "weights" in kv_connector_extra_config'
+        'or set "revision" in kv_connector_extra_config'
     )
 
 

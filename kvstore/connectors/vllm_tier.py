@@ -62,7 +62,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         tier_type: vLLM's name for this tier.
         backpressure_detector: vLLM's, or None.
         url: A storage URL.
-        weights: What identifies the weights, where vLLM was not given a local folder, whose digest is taken. Change it with
+        revision: What identifies the weights, where vLLM was not given a local folder, whose digest is taken. Change it with
             all else that changes the KV and is unknown to vLLM's offloading configuration: quantization at load, overrides of RoPE.
         enable_kv_events: Publish `BlockStored` for what was stored, where vLLM publishes events.
         locality: `LOCAL` or `REMOTE`, for vLLM's filters and events.
@@ -81,14 +81,14 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         backpressure_detector: Any = None,
         *,
         url: str,
-        weights: str = "",
+        revision: str = "",
         enable_kv_events: bool = False,
         locality: str | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         tenant = StorageUrl.parse(url).tenant or "default"
-        namespace = namespace_of(offloading_spec.config, self.block_size_bytes, weights=weights, tenant=tenant)
+        namespace = namespace_of(offloading_spec.config, self.block_size_bytes, revision=revision, tenant=tenant)
         # Rows of a view of two dimensions cannot be sliced; and only a cast leaves vLLM free to release its own view at the end.
         self._flat = primary_kv_view.cast("B")
         self._rows: np.ndarray | None = np.frombuffer(self._flat, np.uint8).reshape(-1, self.block_size_bytes)
@@ -197,13 +197,13 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
                 job.given_up = True
 
 
-def namespace_of(config: Any, chunk_bytes: int, *, weights: str, tenant: str) -> Namespace:
+def namespace_of(config: Any, chunk_bytes: int, *, revision: str, tenant: str) -> Namespace:
     """Everything that the bytes of a chunk depend on, besides its hash.
 
     Args:
         config: vLLM's `OffloadingConfig`.
         chunk_bytes: Of one chunk, with the parts of all ranks.
-        weights: See :class:`KVTierSecondaryTier`.
+        revision: See :class:`KVTierSecondaryTier`.
         tenant: As in `Namespace`.
 
     Raises:
@@ -232,7 +232,7 @@ def namespace_of(config: Any, chunk_bytes: int, *, weights: str, tenant: str) ->
     ]
     return Namespace(
         model=model_name(config.model.name),
-        revision=weights or _digest(config.model.name),
+        revision=revision or _digest(config.model.name),
         layers=1,
         page_bytes=chunk_bytes,
         dtype=_DTYPES.get(config.model.dtype, "U8"),
@@ -249,7 +249,7 @@ def _digest(model: str) -> str:
     except (OSError, ValueError):
         raise Invalid(
             f"secondary tier: which weights does {model} stand for?",
-            remedy='add "weights" to the tier\'s configuration, such as the commit that vLLM was told to load',
+            remedy='add "revision" to the tier\'s configuration, such as the commit that vLLM was told to load',
         ) from None
 
 

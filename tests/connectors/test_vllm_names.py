@@ -37,7 +37,7 @@ def test_a_configuration_becomes_a_namespace(torch):
         {"rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
         {"quantization": "fp8"},
         {"dtype": "other"},
-        {"extra": {"weights": "trained on monday"}},
+        {"extra": {"revision": "trained on monday"}},
         {"extra": {"block_tokens": 512}},
         {"extra": {"url": URL + "?tenant=other"}},
         {"device": "cpu"},
@@ -133,9 +133,9 @@ def test_weights_are_named_by_the_user_by_their_files_or_by_a_commit(torch, tmp_
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     found = model(torch, model=str(tmp_path)).namespace
     assert (found.model, found.revision) == (tmp_path.name, weights_digest(tmp_path))
-    assert model(torch, model=str(tmp_path), extra={"weights": "v2"}).namespace.revision == "v2"
+    assert model(torch, model=str(tmp_path), extra={"revision": "v2"}).namespace.revision == "v2"
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(Invalid, match='"weights"'):
+    with pytest.raises(Invalid, match='"revision"'):
         model(torch, model=str(tmp_path))
     with pytest.raises(Invalid, match="which weights"):
         model(torch, hf_config=SimpleNamespace(), revision="main")

@@ -46,7 +46,7 @@ class Engine:
         self.host = np.zeros((CHUNKS, CHUNK), np.int8)
         spec = types.SimpleNamespace(config=config(), kv_events_config=types.SimpleNamespace(enable_kv_cache_events=True))
         self.tier = module.KVTierSecondaryTier(
-            spec, memoryview(self.host), "KVTierSecondaryTier", url=url, weights="w1", **settings
+            spec, memoryview(self.host), "KVTierSecondaryTier", url=url, revision="w1", **settings
         )
         assert self.tier._bridge.wait_connected(30)
         self._jobs = 0
@@ -138,7 +138,7 @@ def test_without_a_node_everything_is_missing_at_once_and_nothing_raises(module,
     host = np.zeros((CHUNKS, CHUNK), np.int8)
     spec = types.SimpleNamespace(config=config(), kv_events_config=None)
     tier = module.KVTierSecondaryTier(
-        spec, memoryview(host), "KVTierSecondaryTier", url=f"kvtier+unix://{tmp_path}/none.sock", weights="w1"
+        spec, memoryview(host), "KVTierSecondaryTier", url=f"kvtier+unix://{tmp_path}/none.sock", revision="w1"
     )
     context = types.SimpleNamespace(req_id="r")
     assert tier.lookup(KEYS[0], context) is LookupResult.RETRY
@@ -168,7 +168,7 @@ def test_the_engine_gets_its_memory_back_at_the_end(module, request):
     flat = memoryview(memory)
     view = flat.cast("B", (CHUNKS, CHUNK))
     spec = types.SimpleNamespace(config=config(), kv_events_config=None)
-    tier = module.KVTierSecondaryTier(spec, view, "KVTierSecondaryTier", url=f"memory://{request.node.name}", weights="w1")
+    tier = module.KVTierSecondaryTier(spec, view, "KVTierSecondaryTier", url=f"memory://{request.node.name}", revision="w1")
     job = types.SimpleNamespace(job_id=1, keys=KEYS, chunk_ids=np.arange(CHUNKS), req_context=None)
     tier.submit_store(job)  # still under way when the engine ends
     tier.shutdown()
@@ -178,12 +178,12 @@ def test_the_engine_gets_its_memory_back_at_the_end(module, request):
 
 
 def test_whatever_changes_the_bytes_changes_the_namespace(module):
-    def ident(weights="w1", chunk=CHUNK, **changes):
-        return module.namespace_of(config(**changes), chunk, weights=weights, tenant="default").id
+    def ident(revision="w1", chunk=CHUNK, **changes):
+        return module.namespace_of(config(**changes), chunk, revision=revision, tenant="default").id
 
     known = [
         ident(),
-        ident(weights="w2"),
+        ident(revision="w2"),
         ident(chunk=2 * CHUNK),
         ident(model=types.SimpleNamespace(name="other/model", dtype="float32")),
         ident(model=types.SimpleNamespace(name="some/model", dtype="fp8_e4m3")),
@@ -201,17 +201,17 @@ def test_whatever_changes_the_bytes_changes_the_namespace(module):
 
 def test_a_model_that_is_no_folder_needs_a_name_for_its_weights(module, tmp_path):
     with pytest.raises(Invalid, match="which weights"):
-        module.namespace_of(config(), CHUNK, weights="", tenant="default")
+        module.namespace_of(config(), CHUNK, revision="", tenant="default")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     model = types.SimpleNamespace(name=str(tmp_path), dtype="float32")
-    before = module.namespace_of(config(model=model), CHUNK, weights="", tenant="default")
+    before = module.namespace_of(config(model=model), CHUNK, revision="", tenant="default")
     assert before.model == tmp_path.name
     (tmp_path / "model.safetensors").write_bytes(b"weights of another day")
-    assert module.namespace_of(config(model=model), CHUNK, weights="", tenant="default").id != before.id
+    assert module.namespace_of(config(model=model), CHUNK, revision="", tenant="default").id != before.id
 
 
 def test_keys_of_another_group_are_other_blocks(module):
-    namespace = module.namespace_of(config(), CHUNK, weights="w1", tenant="default")
+    namespace = module.namespace_of(config(), CHUNK, revision="w1", tenant="default")
     other = KEYS[0][:-4] + (1).to_bytes(4, "big")
     assert engine_id(namespace.id, KEYS[0]) != engine_id(namespace.id, other)
     assert codec.layout(namespace, Shard(), namespace.block_tokens).payload_bytes == CHUNK

@@ -193,16 +193,16 @@ def test_requests_that_lose_their_blocks_go_on_with_the_same_output(engine, node
 @pytest.mark.more_engines
 def test_other_weights_and_blocks_of_another_size_share_nothing(engine, node, prompt):
     ids = prompt(700)
-    first = engine("vllm-monday", connector=connector(node.url, weights="monday"))
+    first = engine("vllm-monday", connector=connector(node.url, revision="monday"))
     cold = first.generate(ids)[0]
     first.call("vllm_calls:settle")
     first.close()
-    second = engine("vllm-tuesday", connector=connector(node.url, weights="tuesday"))
+    second = engine("vllm-tuesday", connector=connector(node.url, revision="tuesday"))
     answer = second.generate(ids)[0]
     assert (answer.cached, answer.tokens) == (0, cold.tokens)
     second.close()
     with pytest.raises(Exception, match='"block_tokens": 256'):
-        engine("vllm-refused", connector=connector(node.url, weights="monday", block_tokens=200))
+        engine("vllm-refused", connector=connector(node.url, revision="monday", block_tokens=200))
 
 
 @pytest.mark.more_engines
