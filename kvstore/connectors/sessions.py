@@ -9,7 +9,7 @@ one that finds somebody else's version in its place.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
@@ -20,18 +20,16 @@ import msgspec
 from kvstore import api
 from kvstore.clock import RandomIds
 from kvstore.connectors.bridge import Bridge
+from kvstore.connectors.tips import Tip, Tips
 from kvstore.errors import AlreadyExists, Conflict, Gone, NotFound, Unavailable
 from kvstore.ids import Link, Namespace, Shard
 
 if TYPE_CHECKING:
     from kvstore.client import SyncClient
 
-REMEMBERED: Final = 4096  # chains whose end is remembered; of others the node is asked
-LANES: Final = 64  # of one chain that are remembered
 _TRIES: Final = 4
 _ASKED_AGAIN: Final = {"outcome_unknown": 0.0, "promise_pending": 0.5}  # after so many seconds: another node is at it
 _LANE_DIGITS: Final = 16
-_MARK: Final = 8
 
 
 class Who(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,43 +48,6 @@ class Who(msgspec.Struct, frozen=True, kw_only=True):
     lane: str = ""
     ttl_s: int | None = None
     durability: api.Durability | None = None
-
-
-class Tip(msgspec.Struct, frozen=True):
-    """Where a lane of a session ends: its version (0: it has none yet), and what it holds.
-
-    Attributes:
-        lane: Its name; "" where the node chooses.
-        marks: The first digits of its blocks' PrefixIds, 8 bytes each; empty where that is not known.
-        last: PrefixId of the last one; "" where that is not known.
-        branch: As in `kvstore.api.Commit`.
-        durability: What was promised of it.
-    """
-
-    lane: str = ""
-    version: int = 0
-    marks: bytes = b""
-    last: str = ""
-    branch: str = ""
-    durability: api.Durability = "bucket"
-
-    @classmethod
-    def of(cls, lane: str, version: int, links: Sequence[Link], branch: str, durability: api.Durability = "bucket") -> Tip:
-        """The end of a version that holds these blocks."""
-        return cls(lane, version, _marks(links), links[-1].prefix_id if links else "", branch, durability)
-
-    @property
-    def blocks(self) -> int:
-        """How many it is known to hold."""
-        return len(self.marks) // _MARK
-
-    def goes_on_as(self, links: Sequence[Link]) -> bool:
-        """Whether a chain begins with all of it."""
-        return 0 < self.blocks <= len(links) and links[self.blocks - 1].prefix_id == self.last
-
-    def holds(self, links: Sequence[Link]) -> bool:
-        """Whether it begins with all of a chain."""
-        return len(links) <= self.blocks and self.marks.startswith(_marks(links))
 
 
 class Turn:
@@ -108,7 +69,7 @@ class Sessions:
 
     def __init__(self, bridge: Bridge, namespace: Namespace, shards: Sequence[Shard]) -> None:
         self._bridge, self._namespace, self._shards = bridge, namespace, tuple(shards)
-        self._tips: OrderedDict[tuple[str, str], list[Tip]] = OrderedDict()
+        self._tips = Tips()
         self._running: dict[str, set[Turn]] = {}
         self._lock = Lock()
         self.counts: Counter[str] = Counter()
@@ -194,7 +155,7 @@ class Sessions:
     def _tip(self, kv: SyncClient, turn: Turn, links: Sequence[Link]) -> Tip:
         """What these blocks are the next version of."""
         who = turn.who
-        tips = [tip for tip in self._tips.get((who.session, links[0].prefix_id), ()) if who.lane in {"", tip.lane}]
+        tips = [tip for tip in self._tips.of(who.session, links) if who.lane in {"", tip.lane}]
         related = [tip for tip in tips if tip.goes_on_as(links) or tip.holds(links)]
         if related:
             return max(related, key=lambda tip: tip.blocks)
@@ -236,13 +197,7 @@ class Sessions:
         return Tip(lane=_lane(links))
 
     def _remember(self, who: Who, links: Sequence[Link], receipt: api.Receipt, tip: Tip) -> None:
-        key = (who.session, links[0].prefix_id)
-        tips = [other for other in self._tips.get(key, ()) if other.lane != tip.lane]
-        tips.append(Tip.of(tip.lane, receipt.version, links[: receipt.blocks], receipt.branch, receipt.durability))
-        self._tips[key] = tips[-LANES:]
-        self._tips.move_to_end(key)
-        if len(self._tips) > REMEMBERED:
-            self._tips.popitem(last=False)
+        self._tips.put(who.session, Tip.of(tip.lane, receipt.version, links[: receipt.blocks], receipt.branch, receipt.durability))
 
     def _known(self, who: Who, tip: Tip, links: Sequence[Link]) -> api.Receipt:
         return api.Receipt(
@@ -257,11 +212,7 @@ class Sessions:
         )
 
     def _forget(self, who: Who, links: Sequence[Link]) -> None:
-        self._tips.pop((who.session, links[0].prefix_id), None)
-
-
-def _marks(links: Sequence[Link]) -> bytes:
-    return bytes.fromhex("".join(link.prefix_id[: 2 * _MARK] for link in links))
+        self._tips.forget(who.session, links)
 
 
 def _lane(links: Sequence[Link]) -> str:

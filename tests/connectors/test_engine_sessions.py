@@ -7,8 +7,10 @@ import pytest
 
 import kvstore
 from kvstore import codec
+from kvstore.connectors import tips as tips_module
 from kvstore.connectors.bridge import Bridge
-from kvstore.connectors.sessions import Sessions, Tip, Who, session_of
+from kvstore.connectors.sessions import Sessions, Who, session_of
+from kvstore.connectors.tips import Tip, Tips
 from kvstore.errors import NotFound
 from kvstore.ids import Namespace, Shard, chain
 
@@ -131,8 +133,8 @@ def test_another_engine_that_was_first_keeps_its_version(turn, stored, sessions,
     blocks = links("a", "x")
     saved = bridge.save(NS, SHARD, blocks, lambda i, payload: payload.__setitem__(slice(None), bytes(SIZE)))
     assert saved.wait(30)
-    mine = sessions._tips["s", blocks[0].prefix_id][0]
-    other._tips["s", blocks[0].prefix_id] = [Tip.of("", 1, links("a"), mine.branch)]  # what it knows is a version old
+    (mine,) = sessions._tips.of("s", blocks)
+    other._tips.put("s", Tip.of("", 1, links("a"), mine.branch))  # what it knows is a version old
     receipt = other.end(other.begin(Who(session="s", durability="bucket")), blocks).result(30)
     assert receipt.lane not in {"", "main"}
     assert stored("s") == names("a", "b")
@@ -206,3 +208,19 @@ def test_without_a_node_it_is_counted(tmp_path):
 )
 def test_a_session_id_is_taken_from_the_first_name_that_has_one(params, found):
     assert session_of(params) == found
+
+
+def test_what_is_remembered_is_bounded_by_bytes(monkeypatch):
+    monkeypatch.setattr(tips_module, "HELD_BYTES", 3 * (512 + 16))
+    tips = Tips()
+    for index in range(10):
+        tips.put(f"s{index}", Tip.of("", 1, links("a", "b"), "x"))
+        tips.put(f"s{index}", Tip.of("", 2, links("a", "b"), "x"))
+    assert len(tips) == 3
+    assert [tip.version for tip in tips.of("s9", links("a", "other"))] == [2]
+    assert tips.of("s0", links("a")) == ()
+    for index in range(100):
+        tips.put("s9", Tip.of(f"lane{index}", 1, links("a", "b"), "x"))
+    assert (len(tips), len(tips.of("s9", links("a")))) == (1, tips_module.LANES)
+    tips.forget("s9", links("a"))
+    assert (len(tips), tips._held) == (0, 0)

@@ -170,7 +170,7 @@ def test_what_the_engine_has_itself_is_not_loaded_again(torch, bridge):
 def test_nothing_of_another_salt_adapter_or_model_is_used(torch, bridge, monkeypatch):
     Engine(torch, bridge).run(Request("a", prompt(26)))
     assert Engine(torch, bridge).admit(Request("b", prompt(26), salt="s")) == 0
-    assert Engine(torch, bridge, weights="others").admit(Request("c", prompt(26))) == 0
+    assert Engine(torch, bridge, revision="others").admit(Request("c", prompt(26))) == 0
     assert Engine(torch, bridge).admit(Request("d", prompt(26))) == 24
 
 
