@@ -57,7 +57,8 @@ def restore(
     elif status.state != "failed":
         _print_restore(status)
     if status.state == "failed":
-        raise of_kind(status.kind, status.error, f"`kvtier sessions versions {id}` lists what can be restored")
+        remedy = f"`kvtier sessions ls` shows the sessions, `kvtier sessions versions {id}` what can be restored of one"
+        raise of_kind(status.kind, status.error, remedy if status.kind in {"not_found", "gone"} else "")
 
 
 def hint(

@@ -25,7 +25,7 @@ from kvstore.connectors.vllm_names import Place, Settings, model_of
 from kvstore.connectors.vllm_scheduler import SchedulerHalf
 from kvstore.connectors.vllm_worker import WorkerHalf
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said below its own logger, and of others warnings only
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where the types are checked

@@ -72,7 +72,10 @@ class Finder:
             raise Gone(f"session {session!r} was deleted, or it expired")
         if len(chosen) > 1:
             several = ", ".join(sorted(f"{found.namespace}/{found.lane}" for found in chosen))
-            raise Invalid(f"session {session!r} holds several: say which namespace and lane of {several}")
+            raise Invalid(
+                f"session {session!r} holds several: say which namespace and lane of {several}",
+                remedy="name `namespace` and `lane` (`--namespace` and `--lane` of the command)",
+            )
         return chosen[0]
 
     async def look(self, tenant: str, session: str, namespace: NamespaceId, lane: str) -> Found | None:
