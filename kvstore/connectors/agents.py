@@ -7,16 +7,17 @@
     with session("chat-42"):
         client.chat.completions.create(...)     # X-Session-ID: chat-42; its KV is on its way before the engine has the prompt
 
-Nothing here waits for a tier or fails without one.
+Nothing here fails without a tier, and nothing waits for one but `KVSession`: a second at most, where the order of things matters.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -36,6 +37,7 @@ HEADER: Final = "X-Session-ID"
 PARENT_HEADER: Final = "X-Parent-Session-ID"
 IDLE_S: Final = 30.0  # a session that was not used that long is restored again: it may have left the tier
 _CLOSE_S: Final = 2.0
+_SOON_S: Final = 1.0
 _REMEMBERED: Final = 4096
 _MOST_BODY: Final = 64 << 20
 
@@ -277,7 +279,7 @@ class KVSession:
         return items
 
     async def add_items(self, items: list[Any]) -> None:
-        """Append; where the KV stood before is remembered, so that `pop_item` can go back there."""
+        """Append. Where the KV stood before is remembered, so that `pop_item` can go back there: a second's wait at most."""
         before = self._items
         self._items += len(items)
 
@@ -287,11 +289,11 @@ class KVSession:
                 self._marks.append((before, version))
                 del self._marks[:-_REMEMBERED]
 
-        self._sessions.bridge.call("get_session", note)
+        await self._soon("get_session", note)
         await self._inner.add_items(items)
 
     async def pop_item(self) -> Any:
-        """Take the last item away; the KV goes back to the last version that knew no more than what is left."""
+        """Take the last item away; the KV goes back to the last version that knew no more than what is left, within a second."""
         popped = await self._inner.pop_item()
         if popped is None:
             return None
@@ -306,8 +308,18 @@ class KVSession:
                 gone_back = kv.rewind(self.session_id, version=version, namespace=self._namespace)
                 self._marks[-1] = (items, gone_back.version)
 
-        self._sessions.bridge.call("rewind", back)
+        await self._soon("rewind", back)
         return popped
+
+    async def _soon(self, what: str, work: Callable[[SyncClient], None]) -> None:
+        """Now, before the conversation goes on, or not at all: a rewind that came late would take away what came after it."""
+        asked = self._sessions.bridge.call(what, work)
+        if asked is None:
+            return
+        asking = asyncio.wrap_future(asked)
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # the bridge has said and counted it
+        await asyncio.wait([asking], timeout=_SOON_S)
+        asked.cancel()
 
     async def clear_session(self) -> None:
         """Take all away, the KV too."""

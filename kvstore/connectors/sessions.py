@@ -174,7 +174,7 @@ class Sessions:
             return None
         if not lane and found.blocks and found.blocks[0].prefix_id != links[0].prefix_id:
             return None  # the node knows a lane for it
-        return Tip.of(lane, found.version, found.blocks, found.branch)
+        return Tip.of(lane, found.version, found.blocks, found.branch, named=found.lane)
 
     def _forked(self, kv: SyncClient, who: Who) -> Tip | None:
         """A new session that begins as its parent is."""
@@ -197,13 +197,16 @@ class Sessions:
         return Tip(lane=_lane(links))
 
     def _remember(self, who: Who, links: Sequence[Link], receipt: api.Receipt, tip: Tip) -> None:
-        self._tips.put(who.session, Tip.of(tip.lane, receipt.version, links[: receipt.blocks], receipt.branch, receipt.durability))
+        self._tips.put(
+            who.session,
+            Tip.of(tip.lane, receipt.version, links[: receipt.blocks], receipt.branch, receipt.durability, receipt.lane),
+        )
 
     def _known(self, who: Who, tip: Tip, links: Sequence[Link]) -> api.Receipt:
         return api.Receipt(
             id=who.session,
             namespace=self._namespace.id,
-            lane=tip.lane,
+            lane=tip.named or tip.lane,
             version=tip.version,
             tokens=sum(link.tokens for link in links),
             blocks=len(links),

@@ -26,6 +26,7 @@ class Tip(msgspec.Struct, frozen=True):
         last: PrefixId of the last one; "" where that is not known.
         branch: As in `kvstore.api.Commit`.
         durability: What was promised of it.
+        named: What the node calls the lane; "" where that is not known.
     """
 
     lane: str = ""
@@ -34,11 +35,14 @@ class Tip(msgspec.Struct, frozen=True):
     last: str = ""
     branch: str = ""
     durability: api.Durability = "bucket"
+    named: str = ""
 
     @classmethod
-    def of(cls, lane: str, version: int, links: Sequence[Link], branch: str, durability: api.Durability = "bucket") -> Tip:
+    def of(
+        cls, lane: str, version: int, links: Sequence[Link], branch: str, durability: api.Durability = "bucket", named: str = ""
+    ) -> Tip:
         """The end of a version that holds these blocks."""
-        return cls(lane, version, marks_of(links), links[-1].prefix_id if links else "", branch, durability)
+        return cls(lane, version, marks_of(links), links[-1].prefix_id if links else "", branch, durability, named)
 
     @property
     def blocks(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 
 import httpx
 import numpy as np
@@ -239,3 +240,24 @@ def test_a_session_that_was_deleted_is_no_trouble_and_one_deleted_at_the_end_is_
         assert agents.bridge.wait_connected(30)
         assert agents.version("s", namespace=NS.id).result(30) == 0
     assert set(counts.calls) == {"ok"}
+
+
+async def test_a_rewind_that_cannot_come_in_time_never_comes(agents, monkeypatch):
+    """It would take away the turn that came after it."""
+    kv = agents.bridge._kv
+    mine = KVSession(Kept("s"), agents, namespace=NS.id)
+    kv.put_namespace(NS.id, fields=NS)
+    await mine.add_items(["question 1"])
+    commit(agents, "s", 1)
+    await mine.add_items(["answer 1", "question 2"])
+    commit(agents, "s", 2)
+    await mine.add_items(["answer 2"])
+    monkeypatch.setattr(module, "_SOON_S", 0.05)
+    gate = threading.Event()
+    agents.bridge.call("slow", lambda kv: gate.wait(30))
+    assert await mine.pop_item() == "answer 2"
+    assert await mine.pop_item() == "question 2"
+    commit(agents, "s", 3)
+    gate.set()
+    await asyncio.to_thread(settle, agents)
+    assert kv.get_session("s", namespace=NS).tokens == 12

@@ -96,7 +96,7 @@ def test_an_edit_replaces_what_was_there(turn, stored, sessions):
 def test_the_beginning_again_changes_nothing(turn, stored, sessions):
     turn("s", "a", "b", "c")
     receipt = turn("s", "a", "b")
-    assert (receipt.version, receipt.blocks, receipt.tokens) == (1, 2, 8)
+    assert (receipt.version, receipt.blocks, receipt.tokens, receipt.lane) == (1, 2, 8, "main")
     assert stored("s") == names("a", "b", "c")
     assert sessions.counts == {"extended": 1, "known": 1}
 
