@@ -247,8 +247,10 @@ class Node(DemoNode):
         ends, quiet = time.monotonic() + timeout_s, 0
         with kvstore.open_sync(self.url) as client:
             while quiet < QUIET:
-                quiet = 0 if (queued := client.stats().queued_bytes) else quiet + 1
-                assert time.monotonic() < ends, f"{queued} bytes still wait"
+                stats = client.stats()
+                waits = (stats.queued_bytes, stats.commits["pending"])  # what was promised is committed once its blocks are there
+                quiet = 0 if any(waits) else quiet + 1
+                assert time.monotonic() < ends, f"{waits[0]} bytes and {waits[1]} commits still wait"
                 time.sleep(0.05)
 
     def wipe(self):
