@@ -34,7 +34,7 @@ def ask(client: httpx.Client, messages: list[dict[str, str]]) -> str:
     """One request; through the OpenAI client where that is installed."""
     model = os.environ.get("OPENAI_MODEL", "stub")
     try:
-        import openai  # noqa: PLC0415  not needed
+        import openai  # noqa: PLC0415  shown where it is installed, and done without where not
     except ImportError:
         said = client.post("chat/completions", json={"model": model, "messages": messages}).raise_for_status().json()
         return said["choices"][0]["message"]["content"]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from itertools import count
 from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
 from kvstore import api, codec
@@ -83,7 +84,7 @@ class Bridge:
         """
         with cls._sharing:
             bridge = cls._shared.get(url)
-            if bridge is None or not bridge._birth.here:  # noqa: SLF001
+            if bridge is None or not bridge.here:
                 bridge = cls._shared[url] = cls(url)
             else:
                 bridge._users += 1
@@ -97,6 +98,11 @@ class Bridge:
             news = {field: dict(counts - self._told.get(field, Counter())) for field, counts in now.items()}
             self._told = now
         return {field: counts for field, counts in news.items() if counts}
+
+    @property
+    def here(self) -> bool:
+        """Whether it was made in this process: a forked child has none of its threads."""
+        return self._birth.here
 
     @property
     def connected(self) -> bool:
@@ -261,6 +267,15 @@ class Bridge:
                 del self._shared[self._url]
         self._end()
 
+    def leave(self) -> None:
+        """The interpreter ends: close it, whoever else uses it, and give copies under way a moment.
+
+        Its threads are daemons; none of them may be in the middle of the engine's memory when that goes.
+        """
+        self._end()
+        for each in self._workers:
+            each.join(_EXIT_S)
+
     def _end(self) -> None:
         self._closing.set()
         for each in self._workers:
@@ -277,7 +292,7 @@ class Bridge:
         return self._kv
 
     def _open(self) -> None:
-        for attempt in range(1 << 62):
+        for attempt in count():
             try:
                 kv = open_sync(self._url)
             except Exception as error:  # noqa: BLE001  whatever it is, the engine runs without a tier until it is mended
@@ -312,8 +327,5 @@ _open: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """The threads are daemons: none of them may be in the middle of the engine's memory when the interpreter goes."""
-    for bridge in [each for each in _open if each._birth.here]:  # noqa: SLF001
-        bridge._end()  # noqa: SLF001
-        for each in bridge._workers:  # noqa: SLF001
-            each.join(_EXIT_S)
+    for bridge in [each for each in _open if each.here]:
+        bridge.leave()

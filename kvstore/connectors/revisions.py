@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path, PurePath
 
 from kvstore.connectors.weights import weights_digest
@@ -18,31 +17,23 @@ def weights_revision(model: str, given: str = "") -> str:
     """A name for exactly these weights.
 
     Args:
-        model: A folder, or an id of the Hugging Face hub.
+        model: A folder, or an id of a hub.
         given: What the user says it is; used as it is.
 
     Returns:
-        What was given; or a digest of a sample of a folder's files; or the commit of the hub's local copy.
+        What was given, or a digest of a sample of a folder's files.
 
     Raises:
-        Invalid: Nothing tells which weights these are.
+        Invalid: Nothing tells which weights these are. An id does not: which of its commits an engine loaded is not seen from
+            here, and KV of one must not meet another.
     """
     if given:
         return given
-    folder, remedy = Path(model).expanduser(), 'set "revision" in the connector\'s extra config'
+    remedy = 'set "revision" in the connector\'s settings, such as the commit that the engine was told to load'
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise Invalid(f"which weights does {model!r} stand for? They may change under that name: {remedy}")
     try:
-        commit = weights_digest(folder) if folder.is_dir() else _hub_commit(model)
+        return weights_digest(folder)
     except (OSError, ValueError) as error:
-        raise Invalid(f"{error}: {remedy}") from None
-    if commit is None:
-        raise Invalid(f"nothing tells which weights {model!r} are: {remedy}")
-    return commit
-
-
-def _hub_commit(model: str) -> str | None:
-    cache = os.environ.get("HF_HUB_CACHE") or str(Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
-    ref = Path(cache).expanduser() / f"models--{model.replace('/', '--')}" / "refs" / "main"
-    try:
-        return ref.read_text().strip() or None
-    except OSError:
-        return None
+        raise Invalid(f"which weights are these? {error}: {remedy}") from None

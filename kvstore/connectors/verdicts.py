@@ -9,9 +9,8 @@ from typing import Final
 from kvstore.connectors.transfers import Look
 
 MISS: Final = ""
-_QUESTIONS: Final = (
-    4  # of one request about one group: the first says where its run ends, the others what a window wants before that
-)
+# Of one request about one group: the first says where its run ends, the others what a window wants before that.
+_QUESTIONS: Final = 4
 
 
 class _Key:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -31,11 +30,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstore.config import StorageUrl
 from kvstore.connectors.bridge import Bridge
 from kvstore.connectors.pages import SAVE_S, Pages
-from kvstore.connectors.revisions import model_name
+from kvstore.connectors.revisions import model_name, weights_revision
 from kvstore.connectors.transfers import Transfer
 from kvstore.connectors.verdicts import MISS, Verdicts
-from kvstore.connectors.weights import weights_digest
-from kvstore.errors import Invalid
 from kvstore.ids import Namespace, Shard, canonical_json
 
 IDENTITY: Final = "vllm-block-hash"
@@ -232,7 +229,7 @@ def namespace_of(config: Any, chunk_bytes: int, *, revision: str, tenant: str) -
     ]
     return Namespace(
         model=model_name(config.model.name),
-        revision=revision or _digest(config.model.name),
+        revision=weights_revision(config.model.name, revision),
         layers=1,
         page_bytes=chunk_bytes,
         dtype=_DTYPES.get(config.model.dtype, "U8"),
@@ -241,16 +238,6 @@ def namespace_of(config: Any, chunk_bytes: int, *, revision: str, tenant: str) -
         tenant=tenant,
         identity=IDENTITY,
     )
-
-
-def _digest(model: str) -> str:
-    try:
-        return weights_digest(Path(model))
-    except (OSError, ValueError):
-        raise Invalid(
-            f"secondary tier: which weights does {model} stand for?",
-            remedy='add "revision" to the tier\'s configuration, such as the commit that vLLM was told to load',
-        ) from None
 
 
 def _device() -> str:

@@ -31,14 +31,15 @@ def test_what_was_given_is_used(folder):
     assert weights_revision(str(folder), "v7") == "v7"
 
 
-def test_of_a_hub_id_the_commit_of_the_local_copy_is_the_name(tmp_path, monkeypatch):
+def test_an_id_of_a_hub_stands_for_any_of_its_commits(tmp_path, monkeypatch):
+    """The local copy's `main` may not be what the engine was told to load."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(Invalid, match="revision"):
-        weights_revision("org/model")
     refs = tmp_path / "models--org--model" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("abc123\n")
-    assert weights_revision("org/model") == "abc123"
+    with pytest.raises(Invalid, match="which weights"):
+        weights_revision("org/model")
+    assert weights_revision("org/model", "abc123") == "abc123"
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
