@@ -19,7 +19,7 @@ def movers():
 
 async def test_an_idle_thread_helps_until_there_is_no_more(movers):
     meeting, steps = threading.Barrier(2), iter(range(20))
-    done = []
+    done, all_done = [], threading.Event()
 
     def step():
         index = next(steps, None)
@@ -28,12 +28,15 @@ async def test_an_idle_thread_helps_until_there_is_no_more(movers):
         if index < 2:
             meeting.wait(30)  # alone, nobody comes past this
         done.append(index)
+        if len(done) == 20:
+            all_done.set()
         return True
 
     def work():
         movers.share(step)
         while step():
             pass
+        assert all_done.wait(30)  # whoever shares waits for the steps that others have begun
 
     await movers.run(work)
     assert sorted(done) == list(range(20))
