@@ -297,6 +297,11 @@ def engine_id(namespace: NamespaceId, key: bytes) -> PrefixId:
     return PrefixId(blake3(length_prefixed(b"kvtier.engine.1", bytes.fromhex(namespace), key)).hexdigest())
 
 
+def extra_key(*parts: str) -> bytes:
+    """One extra key of a block, such as `("salt", text)`: spelled alike by who names an engine's blocks and who asks for them."""
+    return blake3(length_prefixed(*(part.encode("utf-8", "surrogatepass") for part in parts))).digest()
+
+
 class Link(msgspec.Struct, frozen=True):
     """One block of a chain: its name and how many tokens it holds."""
 

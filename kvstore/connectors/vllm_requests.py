@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from blake3 import blake3
-
-from kvstore.connectors.sessions import Who, session_of
+from kvstore.connectors.session_names import PARENT, session_of
+from kvstore.connectors.sessions import Who
 from kvstore.connectors.weights import weights_digest
 from kvstore.errors import Invalid
-from kvstore.ids import Link, Namespace, NamespaceId, PrefixId, as_tokens, block_id, length_prefixed
+from kvstore.ids import Link, Namespace, NamespaceId, PrefixId, as_tokens, block_id, extra_key
 
-_PARENT: Final = ("parent_session_id", "X-Parent-Session-ID", "x-claude-code-parent-session-id", "parent-session-id")
 _LANE: Final = ("lane",)
 
 
@@ -63,7 +61,7 @@ def who(request: Any) -> Who | None:
     session = (own if isinstance(own, str) else "") or session_of(params) or session_of(extra)
     if not session:
         return None
-    parent = session_of(params, _PARENT) or session_of(extra, _PARENT)
+    parent = session_of(params, PARENT) or session_of(extra, PARENT)
     lane = session_of(params, _LANE) or session_of(extra, _LANE)
     return Who(session=session, parent=parent, lane=lane)
 
@@ -73,9 +71,9 @@ def _of_all_blocks(request: Any) -> list[bytes]:
     keys = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
-        keys.append(_key("lora", lora.lora_name, lora.lora_path, _adapter(lora.lora_path)))
+        keys.append(extra_key("lora", lora.lora_name, lora.lora_path, _adapter(lora.lora_path)))
     if request.cache_salt:
-        keys.append(_key("salt", request.cache_salt))
+        keys.append(extra_key("salt", request.cache_salt))
     return keys
 
 
@@ -86,11 +84,7 @@ def _of_items(request: Any, start: int, end: int) -> Iterator[bytes]:
         if offset < end and start < offset + length:
             if not item.identifier:
                 raise Invalid("an item without an identity")
-            yield _key("mm", item.identifier, str(offset - start))
-
-
-def _key(*parts: str) -> bytes:
-    return blake3(length_prefixed(*(part.encode("utf-8", "surrogatepass") for part in parts))).digest()
+            yield extra_key("mm", item.identifier, str(offset - start))
 
 
 def _adapter(path: str) -> str:
