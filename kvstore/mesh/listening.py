@@ -1,8 +1,8 @@
 """Listens to one engine's KV events over ZeroMQ: in order, without gaps, one life of the engine at a time.
 
-The publisher (vLLM's, and SGLang's after it) numbers its batches from 0 in each life, and sends those of its buffer again when asked
-on a second socket. Whatever cannot be made whole is answered by forgetting: a router that believes too little loses a hit, one
-that believes too much sends requests to the wrong engine.
+The publisher (vLLM's, and SGLang's after it) numbers its batches from 0 in each life, and sends those of its buffer again when
+asked on a second socket. Whatever cannot be made whole is answered by forgetting: a router that believes too little loses a hit,
+one that believes too much sends requests to the wrong engine.
 """
 
 from __future__ import annotations
