@@ -13,7 +13,6 @@ Nothing here fails without a tier, and nothing waits for one but `KVSession`: a 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -27,19 +26,17 @@ import httpx
 
 from kvstore import api
 from kvstore.connectors.bridge import Bridge
+from kvstore.connectors.session_names import FIELD, HEADER, PARENT_FIELD, PARENT_HEADERS, fields_of, with_xargs
 from kvstore.errors import Gone, Invalid, NotFound
 from kvstore.keys import check_id
 
 if TYPE_CHECKING:
     from kvstore.client import SyncClient
 
-HEADER: Final = "X-Session-ID"
-PARENT_HEADER: Final = "X-Parent-Session-ID"
 IDLE_S: Final = 30.0  # a session that was not used that long is restored again: it may have left the tier
 _CLOSE_S: Final = 2.0
 _SOON_S: Final = 1.0
 _REMEMBERED: Final = 4096
-_MOST_BODY: Final = 64 << 20
 
 _session: ContextVar[str] = ContextVar("kvtier_session", default="")
 _parent: ContextVar[str] = ContextVar("kvtier_parent", default="")
@@ -186,7 +183,7 @@ class SessionTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
         headers = request.headers.copy()
         headers.setdefault(HEADER, named)
         if parent := _parent.get():
-            headers.setdefault(PARENT_HEADER, parent)
+            headers.setdefault(PARENT_HEADERS[0], parent)
         self._sessions.warm(named)
         body = _with_xargs(request, named, parent) if self._in_body else None
         if body is None:
@@ -206,20 +203,14 @@ def _fit_for_headers(session_id: str) -> str:
 
 
 def _with_xargs(request: httpx.Request, named: str, parent: str) -> bytes | None:
-    """The JSON body with the ids in `vllm_xargs`; None where it is no JSON object in memory, or would not be the same again."""
+    """The body with the ids in `vllm_xargs`; None where it is no JSON object in memory."""
     try:
         content = request.content
-        if len(content) > _MOST_BODY:
-            return None
-        fields = json.loads(content)
-        if not isinstance(fields, dict):
-            return None
-        said = fields.get("vllm_xargs")
-        ids = {"session_id": named} | ({"parent_session_id": parent} if parent else {})
-        fields["vllm_xargs"] = ids | said if isinstance(said, dict) else ids
-        return json.dumps(fields, allow_nan=False).encode()
-    except (httpx.RequestNotRead, ValueError, RecursionError):  # not read; no JSON, or a number beyond floats; nested too deep
+    except httpx.RequestNotRead:
         return None
+    fields = fields_of(content)
+    ids = {FIELD: named} | ({PARENT_FIELD: parent} if parent else {})
+    return None if fields is None else with_xargs(content, fields, ids)
 
 
 class Items(Protocol):

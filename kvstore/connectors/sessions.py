@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -220,15 +220,3 @@ class Sessions:
 
 def _lane(links: Sequence[Link]) -> str:
     return links[-1].prefix_id[:_LANE_DIGITS]
-
-
-def session_of(params: Any, keys: Sequence[str] = ("session_id", "X-Session-ID", "x-claude-code-session-id", "session-id")) -> str:
-    """The first session id that a request's parameters hold under one of these names, letter case aside; "" where there is none."""
-    if not isinstance(params, dict):
-        return ""
-    lowered = {str(key).lower(): value for key, value in params.items()}
-    for key in keys:
-        value = lowered.get(key.lower())
-        if isinstance(value, str) and value:
-            return value
-    return ""

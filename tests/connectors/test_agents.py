@@ -119,11 +119,17 @@ def test_a_body_that_is_no_json_passes_as_it_is(agents, server, seen, restored):
     assert seen[0].content == b"\xff\x00"
 
 
-@pytest.mark.parametrize("body", [b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b'{"a": 1e999}'], ids=["deep", "large number"])
-def test_a_body_that_would_not_be_the_same_again_passes_as_it_is(agents, server, seen, restored, body):
+def test_a_body_that_is_too_deep_to_be_looked_into_passes_as_it_is(agents, server, seen, restored):
+    body = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     with httpx.Client(transport=agents.transport(server, session_id="s", in_body=True)) as client:
         client.post("http://engine/", content=body)
     assert seen[0].content == body
+
+
+def test_what_a_body_says_stays_as_it_was_written(agents, server, seen, restored):
+    with httpx.Client(transport=agents.transport(server, session_id="s", in_body=True)) as client:
+        client.post("http://engine/", content=b'{"a": 1e999,  "b": 1.0}')
+    assert seen[0].content == b'{"a": 1e999,  "b": 1.0, "vllm_xargs": {"session_id": "s"}}'
 
 
 def test_a_stream_that_was_read_before_it_was_sent_has_one_length(agents, server, seen, restored):

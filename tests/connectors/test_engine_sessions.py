@@ -9,7 +9,8 @@ import kvstore
 from kvstore import codec
 from kvstore.connectors import tips as tips_module
 from kvstore.connectors.bridge import Bridge
-from kvstore.connectors.sessions import Sessions, Who, session_of
+from kvstore.connectors.session_names import session_of
+from kvstore.connectors.sessions import Sessions, Who
 from kvstore.connectors.tips import Tip, Tips
 from kvstore.errors import NotFound
 from kvstore.ids import Namespace, Shard, chain
