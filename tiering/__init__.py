@@ -30,6 +30,7 @@ from tiering.tier import (
     TierClosed,
     TierError,
     Want,
+    Watch,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
     "TierError",
     "TierStats",
     "Want",
+    "Watch",
     "settled",
 ]
 

@@ -11,7 +11,7 @@ from tiering.policy import Policy
 from tiering.slab import Placed
 from tiering.space import Space
 from tiering.stats import TierStats
-from tiering.tier import Want
+from tiering.tier import Want, Watch
 
 Unlist = Callable[[Placed, Callable[[], None]], object]
 
@@ -42,6 +42,9 @@ class Catalog:
         policy: Who goes first.
         unlist: Has the index forget a slot: ``unlist(placed, then)`` returns at once and calls `then` when that is durable.
         stats: Where evictions are counted.
+
+    Attributes:
+        watch: Told of what comes and goes; see :data:`tiering.tier.Watch`.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Catalog:
         self._policy = policy
         self._unlist = unlist
         self._stats = stats
+        self.watch: Watch | None = None
         self._entries: dict[bytes, Entry] = {}
         self._holds: Counter[bytes] = Counter()
         self._pinned = 0  # bytes of values that are read or held: they cannot make room
@@ -69,6 +73,10 @@ class Catalog:
     def contains(self, key: bytes) -> bool:
         """Whether a value is there, durably."""
         return key in self._entries
+
+    def keys(self) -> list[bytes]:
+        """All that is there, at one moment."""
+        return list(self._entries)
 
     def has(self, want: Want) -> bool:
         """Whether this value, by key and size, is there."""
@@ -186,6 +194,8 @@ class Catalog:
             entry = self._entries[placed.key] = Entry(placed)
             self._policy.add(placed.key)
             self._rank(entry)
+            if self.watch is not None:
+                self.watch(placed.key, 1)
 
     def withdraw(self, placed: Placed) -> None:
         """A value that may or may not have reached the index must not be there; its payload stays reserved."""
@@ -260,6 +270,8 @@ class Catalog:
     def _forget(self, entry: Entry) -> None:
         placed = entry.placed
         del self._entries[placed.key]
+        if self.watch is not None:
+            self.watch(placed.key, -1)
         self._policy.remove(placed.key)
         self.budget.free(placed.size)
         if entry.pinned:

@@ -29,7 +29,7 @@ from tiering.slab import Placed, ShortRead, Slab, slot_length
 from tiering.space import Space
 from tiering.stats import TierStats
 from tiering.storing import Storing
-from tiering.tier import Lease, Miss, PathInUse, Want
+from tiering.tier import Lease, Miss, PathInUse, Want, Watch
 
 _log = logging.getLogger("tiering.disk")
 
@@ -63,7 +63,8 @@ class DiskTier:
     A put is durable when it returns True. Every read is checked against the value's xxh3_128: bytes that changed on disk are a
     CORRUPT miss, and the value is dropped. The limit counts payload; headers, padding and the index lie outside it.
 
-    All but `open`, `contains_many`, `hold`, `release`, `discard_many` and the properties belongs to one event loop.
+    All but `open`, `contains_many`, `keys`, `watch`, `hold`, `release`, `discard_many` and the properties belongs to one event
+    loop.
 
     Attributes:
         name: Its name in leases, statistics and logs.
@@ -151,6 +152,14 @@ class DiskTier:
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Which are here now, durably."""
         return [self._catalog.contains(key) for key in keys]
+
+    def keys(self) -> list[bytes]:
+        """What is here at this moment: for 100,000 values half a millisecond, during which nothing else runs."""
+        return self._catalog.keys()
+
+    def watch(self, told: Watch | None) -> None:
+        """Tell one listener of every value that comes and goes from now on; None ends it."""
+        self._catalog.watch = told
 
     def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
         """One request wants these, here or not; see :class:`tiering.policy.Policy`."""

@@ -21,7 +21,7 @@ from tiering.policy_reuse import Reuse
 from tiering.prefetch import Holds
 from tiering.ranking import NEVER, Ranking
 from tiering.stats import TierStats
-from tiering.tier import Lease, Miss, TierClosed, Want
+from tiering.tier import Lease, Miss, TierClosed, Want, Watch
 
 _log = logging.getLogger("tiering.dram")
 _POPULATE_STEP = 8 << 20  # a few milliseconds of a mover thread
@@ -110,6 +110,7 @@ class DramTier:
         self._budget = Budget(limit)
         self._extents = Extents(arena.size)
         self._values = values
+        self._watch: Watch | None = None
         self._leases = 0
         self._pinned = 0  # bytes in use that are leased: they cannot make room
         self._closed = False
@@ -346,6 +347,14 @@ class DramTier:
         values = self._values
         return [key in values for key in keys]
 
+    def keys(self) -> list[bytes]:
+        """What is here at this moment: for 100,000 values half a millisecond, during which nothing else runs."""
+        return list(self._values)
+
+    def watch(self, told: Watch | None) -> None:
+        """Tell one listener of every value that comes and goes from now on; None ends it."""
+        self._watch = told
+
     def discard_many(self, keys: Sequence[bytes]) -> int:
         """Forget these values unless they are leased; how many went."""
         gone = 0
@@ -426,6 +435,8 @@ class DramTier:
         del self._values[value.key]
         self._ranking.forget(value)
         value.gone = True
+        if self._watch is not None:
+            self._watch(value.key, -1)
         if not value.leases:
             self._free(value)
 
@@ -462,6 +473,8 @@ class DramTier:
             self._budget.commit(want.size)
             value = self._values[want.key] = DramValue(want.key, offset, want.size)
             self.stats.bytes_in += want.size
+            if self._watch is not None:
+                self._watch(want.key, 1)
             return self._leased(value, use=use)
 
     def _abort(self, want: Want, offset: int) -> None:

@@ -164,6 +164,10 @@ Tell = Callable[[int], None]
 """From any thread, one at a time: `tell(n)`: the first n bytes are there and verified, while the others still come. `tell(0)`: they
 are about to be overwritten by another attempt; when it returns, nobody reads them any more."""
 
+Watch = Callable[[bytes, int], None]
+"""From any thread, in a tier's own order: `watch(key, 1)`: the tier has it now; `watch(key, -1)`: it has it no more. The tier's
+lock is held: it returns at once, and calls nothing of the tier."""
+
 
 class Origin(Protocol):
     """Where values come from when no tier has them: a bucket, later peers. It verifies before it answers."""
