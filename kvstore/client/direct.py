@@ -17,16 +17,53 @@ from kvstore import api, codec, wire
 from kvstore.blocks import Blocks
 from kvstore.client.fork import Birth
 from kvstore.client.handshake import Met
-from kvstore.client.line import Extent, Line
+from kvstore.client.line import SMALL, Extent, Line
 from kvstore.client.transport import Fill, block_patience, check_batch, patience
 from kvstore.errors import KVTierError, Unavailable
 from kvstore.ids import Link, Namespace, Shard, pack_prefixes
 
 SPACE_S: Final = 10.0  # a write waits that long for room in the window; then what is left is dropped
 PIECE: Final = 4 << 20  # filled and published together: small pieces stay in the cache, and let the node begin early
+_HEAD: Final = 128  # bytes of a message around its body, at most
 _POLL_S: Final = 0.001  # another thread may hear that there is room
 _MOST: Final = 4096  # blocks; more take the long way
 _found: Final = msgspec.msgpack.Decoder(api.Found)
+
+
+class Asked:
+    """A look-up that whoever asked comes back for: nothing here waits.
+
+    Args:
+        line: The way to the node.
+        body: The look-up.
+    """
+
+    def __init__(self, line: Line, body: msgspec.Raw) -> None:
+        self._line, self._body = line, body
+        self._number: int | None = None
+
+    def poll(self) -> api.Found | None:
+        """The answer, None while there is none.
+
+        Raises:
+            Unavailable: The node has to wait for it (kind `timeout`), or is gone: ask it in another way.
+            KVTierError: Whatever the node answered.
+        """
+        if self._number is None:
+            self._number = self._line.begin(lambda number: wire.Ask(number, "lookup", self._body, wait=False))
+        said = None if self._number is None else self._line.answer(self._number)
+        if said is None:
+            return None
+        self._number = None
+        if not isinstance(said, wire.Reply):
+            raise Unavailable("the node does not know at once", kind="timeout")
+        return _found.decode(said.body)
+
+    def drop(self) -> None:
+        """Nobody comes back for it."""
+        if self._number is not None:
+            self._line.drop(self._number)
+            self._number = None
 
 
 class Direct:
@@ -83,6 +120,14 @@ class Direct:
             line.interrupted()
             raise
         return _found.decode(answer.body) if isinstance(answer, wire.Reply) else None
+
+    def ask(self, request: api.Lookup) -> Asked | None:
+        """As `lookup`, without waiting; None where it takes the long way."""
+        line = self._line
+        if line is None or line.lost is not None or not self._birth.here:
+            return None
+        body = msgspec.msgpack.encode(request)
+        return Asked(line, msgspec.Raw(body)) if len(body) < SMALL - _HEAD else None
 
     def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool] | None:
         """Whether each block was taken; None where that takes the long way. `fill` is called on this thread."""

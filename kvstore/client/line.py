@@ -30,6 +30,8 @@ Extent = tuple[int, int]
 """Offset and length in the write window."""
 _PART: Final = 1 << 18
 _SOON_S: Final = 0.005
+_BEHIND: Final = 8  # questions that are not answered yet: who asks more would fill the socket, and be kept by it
+SMALL: Final = 16 << 10  # bytes of a question that the socket takes whole or not at all, and has room for
 _SPIN_S: Final = 0.0002  # an answer from memory takes a third of that, half where the node slept; so does being woken
 
 
@@ -66,6 +68,8 @@ class Line:
         self._given: deque[Run] = deque()  # leases to give back
         self._later, self._flushing = later, False
         self._filling: dict[int, wire.ToClient | None] = {}  # what the node said to publications that are being filled
+        self._asked: dict[int, wire.ToClient | None] = {}  # and to questions that nobody waits for
+        self._dropped: deque[int] = deque()  # questions whose answers are not wanted any more
         self._drained: dict[int, Sequence[Extent]] = {}  # extents that are free when a publication is drained
         self.close = weakref.finalize(self, _close, self._socket, self._arena_pages, self.window_pages)
 
@@ -92,6 +96,61 @@ class Line:
         if isinstance(answer, wire.Fault):
             raise answer.problem.error()
         return answer
+
+    def begin(self, make: Callable[[int], wire.ToNode]) -> int | None:
+        """Send a question without waiting for anything; `answer` says what became of it.
+
+        Args:
+            make: Builds the message for a request number, of no more than `SMALL` bytes.
+
+        Returns:
+            A number for `answer`, or for `drop`; None where it was not sent: another exchange is under way, or the node is behind.
+
+        Raises:
+            Unavailable: The connection was lost.
+        """
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            self._check()
+            while self._dropped:
+                if self._asked.pop(number := self._dropped.popleft(), None) is None:
+                    self._unwanted.add(number)
+            if self._unwanted or len(self._asked) >= _BEHIND:
+                self._hear_all()
+                if self._unwanted or len(self._asked) >= _BEHIND:
+                    return None
+            number = self._last = self._last + 1
+            self._socket.send(wire.frame(make(number)), socket.MSG_DONTWAIT)
+            self._asked[number] = None
+        except BlockingIOError:
+            return None
+        except (OSError, KVTierError) as error:
+            raise self._lose(error) from None
+        else:
+            return number
+        finally:
+            self._turn.release()
+
+    def answer(self, number: int) -> wire.ToClient | None:
+        """What the node said to the question of that number; None while it has said nothing: ask again, soon.
+
+        Raises:
+            Unavailable: The connection was lost.
+            KVTierError: Whatever the node answered.
+        """
+        if self._asked[number] is None:
+            self._hear()
+        said = self._asked[number]
+        if said is not None:
+            del self._asked[number]
+        if isinstance(said, wire.Fault):
+            raise said.problem.error()
+        return said
+
+    def drop(self, number: int) -> None:
+        """Nobody wants the answer to this question any more."""
+        self._dropped.append(number)
 
     def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent]) -> int:
         """Announce what will lie in these extents of the window: the node makes room while they are filled.
@@ -153,19 +212,26 @@ class Line:
             waiting = select.poll()
             waiting.register(self._socket, select.POLLIN)
             waiting.poll(seconds * 1e3)
+        self._hear()
+
+    def _hear(self) -> None:
         if not self._turn.acquire(blocking=False):
             return  # whoever has the turn hears it
         try:
             self._check()
-            while True:
-                while (message := self._message()) is not None:  # first what came along with an answer
-                    self._heard(message)
-                if not self._read(socket.MSG_DONTWAIT):
-                    break
+            self._hear_all()
         except (OSError, KVTierError) as error:
             raise self._lose(error) from None
         finally:
             self._turn.release()
+
+    def _hear_all(self) -> None:
+        """What is there by now."""
+        while True:
+            while (message := self._message()) is not None:  # first what came along with an answer
+                self._heard(message)
+            if not self._read(socket.MSG_DONTWAIT):
+                break
 
     def _exchange(self, make: Callable[[int], wire.ToNode], patience_s: float) -> wire.ToClient:
         if not self._turn.acquire(timeout=patience_s):
@@ -245,6 +311,8 @@ class Line:
     def _heard(self, message: wire.ToClient) -> None:
         if not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._filling:
             self._filling[message.id] = message
+        elif not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._asked:
+            self._asked[message.id] = message
         match message:
             case wire.Drained():
                 self._free(message.id)

@@ -10,7 +10,7 @@ from kvstore import api
 from kvstore.blocks import Blocks
 from kvstore.client.aio import WHOLE, Client
 from kvstore.client.background import Background
-from kvstore.client.direct import Direct
+from kvstore.client.direct import Asked, Direct
 from kvstore.client.local import LocalTransport
 from kvstore.client.transport import Fill
 from kvstore.ids import Link, Namespace, PrefixId, Shard
@@ -122,14 +122,23 @@ class SyncClient:
         """See `Client.lookup`."""
         named = namespace if isinstance(namespace, str) else namespace.id
         if self._direct is not None and (named is namespace or named in self._client.told):
-            shard_texts = tuple(map(str, shards))
-            request = api.Lookup(
-                namespace=named, prefix_ids=list(prefix_ids), shards=shard_texts, reach=reach, deadline_ms=deadline_ms
-            )
-            found = self._direct.lookup(request)
+            found = self._direct.lookup(_question(named, prefix_ids, shards, reach, deadline_ms))
             if found is not None:
                 return found
         return self._lookup(namespace=namespace, prefix_ids=prefix_ids, shards=shards, reach=reach, deadline_ms=deadline_ms)
+
+    def begin_lookup(
+        self,
+        *,
+        namespace: Namespace,
+        prefix_ids: Sequence[PrefixId],
+        shards: Sequence[Shard | str] = (WHOLE,),
+        deadline_ms: int = 250,
+    ) -> Asked | None:
+        """As `lookup`, for callers that must not wait: what is polled for the answer; None where only `lookup` can tell."""
+        if self._direct is None or namespace.id not in self._client.told:
+            return None
+        return self._direct.ask(_question(namespace.id, prefix_ids, shards, "bucket", deadline_ms))
 
     @_as(Client.get)
     def get(
@@ -168,3 +177,11 @@ class SyncClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _question(
+    namespace: str, prefix_ids: Sequence[PrefixId], shards: Sequence[Shard | str], reach: api.Tier, deadline_ms: int
+) -> api.Lookup:
+    return api.Lookup(
+        namespace=namespace, prefix_ids=list(prefix_ids), shards=tuple(map(str, shards)), reach=reach, deadline_ms=deadline_ms
+    )

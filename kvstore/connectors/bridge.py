@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -63,7 +62,6 @@ class Bridge:
         self._url, self._birth = url, Birth()
         self._users = 1
         self.counts = Counts()
-        self._told: dict[str, Counter[str]] = {}
         self._kv: SyncClient | None = None
         self._closing = threading.Event()
         self._said: dict[str, float] = {}
@@ -93,11 +91,7 @@ class Bridge:
 
     def news(self) -> dict[str, dict[str, int]]:
         """What was counted since this was last asked, by attribute of `Counts` and outcome: for metrics that add it up."""
-        with self._sharing:
-            now = {field: Counter(getattr(self.counts, field)) for field in Counts.__struct_fields__}
-            news = {field: dict(counts - self._told.get(field, Counter())) for field, counts in now.items()}
-            self._told = now
-        return {field: counts for field, counts in news.items() if counts}
+        return self.counts.news()
 
     @property
     def here(self) -> bool:
@@ -119,15 +113,17 @@ class Bridge:
     def look(self, namespace: Namespace, shards: Sequence[Shard], links: Sequence[Link]) -> Look:
         """How much of a chain is stored for all of these shards. Moves nothing."""
         ends = time.monotonic() + LOOK_S
+        kv = self._kv
+        if kv is None:
+            return Look(None, lambda: None, len(links), self.counts, why="unavailable")
 
         def ask() -> api.Found:
-            names = [link.prefix_id for link in links]  # here: of a long prompt it takes milliseconds
             deadline_ms = max(1, int((ends - time.monotonic()) * 1000))
-            return self._client().lookup(namespace=namespace, prefix_ids=names, shards=shards, deadline_ms=deadline_ms)
+            return kv.lookup(namespace=namespace, prefix_ids=names, shards=shards, deadline_ms=deadline_ms)
 
-        if self._kv is None:
-            return Look(None, len(links), self.counts, why="unavailable")
-        return Look(self._questions.submit(lambda: self._telling("look-up", ask)), len(links), self.counts, why="busy")
+        names = [link.prefix_id for link in links]
+        at_once = kv.begin_lookup(namespace=namespace, prefix_ids=names, shards=shards, deadline_ms=int(LOOK_S * 1000))
+        return Look(at_once, lambda: self._questions.submit(lambda: self._telling("look-up", ask)), len(links), self.counts)
 
     def load(
         self,
@@ -159,7 +155,7 @@ class Bridge:
             return self._telling("load", lambda: self._load(namespace, shard, links, guarded, near, transfer.settle, deadline_s))
 
         if not transfer.begin(self._loads, work):
-            self.counts.blocks["lost"] += len(links)
+            self.counts.add("blocks", "lost", len(links))
         return transfer
 
     def _load(
@@ -183,7 +179,7 @@ class Bridge:
                         for lease in blocks.leases:
                             place(done, lease.view)
                             done += 1
-                            self.counts.nbytes["loaded"] += lease.size
+                            self.counts.add("nbytes", "loaded", lease.size)
                     finally:
                         settle()
                         if not blocks.intact:  # the node died while this was copied
@@ -193,8 +189,8 @@ class Bridge:
         except Stopped:
             pass
         finally:
-            self.counts.blocks["loaded"] += done
-            self.counts.blocks["lost"] += len(links) - done
+            self.counts.add("blocks", "loaded", done)
+            self.counts.add("blocks", "lost", len(links) - done)
         return done
 
     def save(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Callable[[int, memoryview], None]) -> Transfer:
@@ -214,7 +210,7 @@ class Bridge:
             return self._telling("save", lambda: self._save(namespace, shard, links, guarded))
 
         if not transfer.begin(self._saves, work):
-            self.counts.blocks["dropped"] += len(links)
+            self.counts.add("blocks", "dropped", len(links))
         return transfer
 
     def _save(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Callable[[int, memoryview], None]) -> int:
@@ -224,15 +220,15 @@ class Bridge:
             kv = self._client()
             names = [link.prefix_id for link in links]
             known = kv.lookup(namespace=namespace, prefix_ids=names, shards=(shard,)).run
-            self.counts.blocks["known"] += known
+            self.counts.add("blocks", "known", known)
             if known < len(links):
                 taken = kv.put(namespace, shard, links[known:], lambda index, payload: fill(known + index, payload))
         except Stopped:
             pass
         finally:
-            self.counts.blocks["saved"] += sum(taken)
-            self.counts.nbytes["saved"] += sum(taken) * codec.layout(namespace, shard, namespace.block_tokens).raw_bytes
-            self.counts.blocks["dropped"] += len(links) - known - sum(taken)
+            self.counts.add("blocks", "saved", sum(taken))
+            self.counts.add("nbytes", "saved", sum(taken) * codec.layout(namespace, shard, namespace.block_tokens).raw_bytes)
+            self.counts.add("blocks", "dropped", len(links) - known - sum(taken))
         return known + (taken.index(False) if False in taken else len(taken))
 
     def call(self, what: str, work: Callable[[SyncClient], R]) -> Future[R] | None:
@@ -248,11 +244,11 @@ class Bridge:
                 outcome = error.kind
                 raise
             finally:
-                self.counts.calls[outcome] += 1
+                self.counts.add("calls", outcome)
 
         future = self._calls.submit(run)
         if future is None:
-            self.counts.calls["busy"] += 1
+            self.counts.add("calls", "busy")
         return future
 
     def close(self) -> None:

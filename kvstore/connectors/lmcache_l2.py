@@ -156,13 +156,13 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is i
 
     def report_status(self) -> dict[str, Any]:
         """Whether a node was reached, and what happened (:class:`kvstore.connectors.transfers.Counts`)."""
-        counts = self._bridge.counts
+        counts = self._bridge.counts.all()
         return {
             "is_healthy": self._bridge.connected,
             "type": type(self).__name__,
-            "looks": dict(counts.looks),
-            "blocks": dict(counts.blocks),
-            "bytes": dict(counts.nbytes),
+            "looks": counts["looks"],
+            "blocks": counts["blocks"],
+            "bytes": counts["nbytes"],
         }
 
     def close(self) -> None:

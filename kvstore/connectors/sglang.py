@@ -221,8 +221,8 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is installe
 
     def get_stats(self) -> Mapping[str, Mapping[str, int]]:
         """What happened since the start (:class:`kvstore.connectors.transfers.Counts`)."""
-        counts = self._bridge.counts
-        return {"looks": counts.looks, "blocks": counts.blocks, "bytes": counts.nbytes}
+        counts = self._bridge.counts.all()
+        return {"looks": counts["looks"], "blocks": counts["blocks"], "bytes": counts["nbytes"]}
 
     def close(self) -> None:
         """Let go of the tier."""

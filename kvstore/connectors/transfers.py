@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvstore import api
 from kvstore.connectors.bounded import Bounded
+from kvstore.errors import KVTierError
 from kvstore.ids import Link
 
+if TYPE_CHECKING:
+    from kvstore.client.direct import Asked
+
 LOOK_S: Final = 0.25  # what is not known by then is a miss
-SOON_S: Final = 0.0015  # a question is waited for that long: a node that has the answer in memory needs less
+SOON_S: Final = 0.001  # a question is waited for that long: a node that has the answer in memory needs less
 
 
-class Counts(msgspec.Struct):
-    """What became of what an engine asked, since it started.
+class Counts:
+    """What became of what an engine asked, since it started. Any thread may add to it.
 
     Attributes:
         looks: Questions, by `hit`, `partial`, `miss`, `late`, `busy` and `unavailable`.
@@ -29,17 +32,50 @@ class Counts(msgspec.Struct):
         nbytes: By `loaded` and `saved`.
     """
 
-    looks: Counter[str] = msgspec.field(default_factory=Counter)
-    blocks: Counter[str] = msgspec.field(default_factory=Counter)
-    calls: Counter[str] = msgspec.field(default_factory=Counter)
-    nbytes: Counter[str] = msgspec.field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.looks, self.blocks = Counter[str](), Counter[str]()
+        self.calls, self.nbytes = Counter[str](), Counter[str]()
+        self._told: dict[str, dict[str, int]] = {}
+        self._adding = threading.Lock()
+
+    def add(self, field: Literal["looks", "blocks", "calls", "nbytes"], outcome: str, many: int = 1) -> None:
+        """So many more."""
+        with self._adding:
+            getattr(self, field)[outcome] += many
+
+    def all(self) -> dict[str, dict[str, int]]:
+        """All of it, by attribute and outcome."""
+        with self._adding:
+            return self._all()
+
+    def news(self) -> dict[str, dict[str, int]]:
+        """What was added since this was last asked, by attribute and outcome: for metrics that add it up."""
+        with self._adding:
+            before, self._told = self._told, self._all()
+            now = self._told
+        news = {field: dict(Counter(counts) - Counter(before.get(field))) for field, counts in now.items()}
+        return {field: counts for field, counts in news.items() if counts}
+
+    def _all(self) -> dict[str, dict[str, int]]:
+        return {"looks": dict(self.looks), "blocks": dict(self.blocks), "calls": dict(self.calls), "nbytes": dict(self.nbytes)}
 
 
 class Look:
-    """A question about a chain of `of` blocks. `poll` until it is not None."""
+    """A question about a chain of blocks. `poll` until it is not None.
 
-    def __init__(self, asked: Future[api.Found] | None, of: int, counts: Counts, *, why: str) -> None:
-        self._asked, self._of, self._counts, self._why = asked, of, counts, why
+    Args:
+        at_once: Has the answer where the node knows it at once.
+        ask: Asks on another thread, where that takes longer.
+        of: How many blocks.
+        counts: Where the outcome is counted.
+        why: It could not be asked.
+    """
+
+    def __init__(
+        self, at_once: Asked | None, ask: Callable[[], Future[api.Found] | None], of: int, counts: Counts, *, why: str = "busy"
+    ) -> None:
+        self._at_once, self._ask, self._of, self._counts, self._why = at_once, ask, of, counts, why
+        self._asked = ask() if at_once is None else None
         self._ends = time.monotonic() + LOOK_S
         self._found: api.Found | None = None
 
@@ -53,21 +89,45 @@ class Look:
         return self._found
 
     def _answer(self, wait_s: float) -> api.Found | None:
-        if self._asked is None:
+        left = max(0.0, min(wait_s, self._ends - time.monotonic()))
+        found = None
+        if self._at_once is not None:
+            found = self._soon(self._at_once, left)
+        elif self._asked is None:
             return self._nothing(self._why)
-        try:
-            found = self._asked.result(max(0.0, min(wait_s, self._ends - time.monotonic())))
-        except TimeoutError:
+        else:
+            try:
+                found = self._asked.result(left)
+            except TimeoutError:
+                pass
+            except (CancelledError, Exception):  # noqa: BLE001  whoever asked has said what it was
+                return self._nothing("unavailable")
+        if found is None:
             return None if time.monotonic() < self._ends else self._nothing("late")
-        except (CancelledError, Exception):  # noqa: BLE001  whoever asked has said what it was
-            return self._nothing("unavailable")
-        self._counts.looks["hit" if found.run == self._of else "partial" if found.run else "miss"] += 1
+        self._counts.add("looks", "hit" if found.run == self._of else "partial" if found.run else "miss")
+        return found
+
+    def _soon(self, asked: Asked, wait_s: float) -> api.Found | None:
+        """The answer of a node that knows it. Not asleep: who is woken comes late, and waits for the interpreter, too."""
+        began = time.perf_counter()
+        spins, ends = began + SOON_S, began + wait_s
+        try:
+            while (found := asked.poll()) is None and (now := time.perf_counter()) < ends:
+                if now < spins:
+                    os.sched_yield()  # should the node share this core
+                else:
+                    time.sleep(SOON_S)
+        except KVTierError:
+            self._at_once, self._asked = None, self._ask()
+            return None
         return found
 
     def _nothing(self, why: str) -> api.Found:
+        if self._at_once is not None:
+            self._at_once.drop()
         if self._asked is not None:
             self._asked.cancel()
-        self._counts.looks[why] += 1
+        self._counts.add("looks", why)
         return api.Found(run=0, tiers=[])
 
 

@@ -242,6 +242,14 @@ class Node(DemoNode):
         except Unavailable as error:
             raise RuntimeError(f"{error}: {error.remedy}") from None
 
+    def pause(self):
+        """It answers nothing, and keeps its connections, until `resume`."""
+        self._process.child.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        """After `pause`."""
+        self._process.child.send_signal(signal.SIGCONT)
+
     def settled(self, timeout_s=60.0):
         """Wait until everything it accepted is on disk and in the bucket."""
         ends, quiet = time.monotonic() + timeout_s, 0

@@ -35,8 +35,7 @@ def settle(llm):
 
 def counts(llm):
     """What the connector counted since the engine started."""
-    found = connector(llm)._bridge.counts
-    return {field: dict(getattr(found, field)) for field in found.__struct_fields__}
+    return connector(llm)._bridge.counts.all()
 
 
 def free_blocks(llm):
@@ -44,22 +43,56 @@ def free_blocks(llm):
 
 
 def time_lookups(llm):
-    """From now on, how long each question of the scheduler takes is written down."""
-    half, times = connector(llm)._scheduler, []
-    matched = half.matched
+    """From now on, how long each question of the scheduler takes is written down, and how long until it had its answer."""
+    asked = connector(llm)
+    parts = {"matched": (asked, "get_num_new_matched_tokens")}
+    if (offloading := getattr(asked, "connector_scheduler", None)) is not None:
+        (tier,) = offloading.manager.secondary_tiers
+        parts |= {"lookup": (tier, "lookup"), "step": (tier, "on_schedule_end")}
+    asked.calls, asked.answers = {}, {}
+    for name, (owner, method) in parts.items():
+        asked.calls[name], asked.answers[name] = [], []
+        setattr(owner, method, _timed(getattr(owner, method), asked.calls[name], asked.answers[name]))
 
-    def timed(request, computed):
+
+def _timed(method, calls, answers):
+    first = {}  # by what is asked about: since when
+
+    def timed(about, *more):
         begun = time.perf_counter()
-        try:
-            return matched(request, computed)
-        finally:
-            times.append(time.perf_counter() - begun)
+        answer = method(about, *more)
+        ended = time.perf_counter()
+        calls.append(ended - begun)
+        name = getattr(about, "request_id", about)
+        since = first.setdefault(name, begun) if isinstance(name, str | bytes) else begun
+        if not (answer == (None, False) or getattr(answer, "name", "") == "RETRY"):
+            first.pop(name, None) if isinstance(name, str | bytes) else None
+            answers.append(ended - since)
+        return answer
 
-    half.matched, half.times = timed, times
+    return timed
 
 
 def lookup_times(llm):
-    return connector(llm)._scheduler.times
+    """Seconds by what was asked, since this was last called: `calls` of each call, `answers` from the first one to the answer."""
+    asked = connector(llm)
+    said = {"calls": {name: list(times) for name, times in asked.calls.items()}}
+    said["answers"] = {name: list(times) for name, times in asked.answers.items()}
+    for times in (*asked.calls.values(), *asked.answers.values()):
+        times.clear()
+    return said
+
+
+def ask_again(llm, prompts, connector):
+    """Each prompt once, when the engine has forgotten it; with `connector`, its host memory, too."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    cached = 0
+    for prompt in prompts:
+        while not llm.reset_prefix_cache(reset_connector=connector):
+            llm.llm_engine.step()  # something of the last one is still being saved
+        (done,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        cached += done.num_cached_tokens or 0
+    return cached
 
 
 def preemptions(llm):

@@ -105,6 +105,32 @@ def test_calls_and_blocks(url, node):
     node.until(lambda: leases(node) == 0)
 
 
+def test_a_lookup_that_is_begun_is_polled_and_never_waited_for(kv, node, monkeypatch):
+    links = links_of(NS, 3)
+    names = [link.prefix_id for link in links]
+    assert kv.begin_lookup(namespace=NS, prefix_ids=names) is None  # nobody has told the node of the namespace
+    assert kv.put(NS, SHARD, links, filler(links)) == [True] * 3
+    assert kv.lookup(namespace=NS, prefix_ids=names).run == 3
+    found = api.Found(run=3, tiers=["dram"] * 3)
+    node.do(lambda: monkeypatch.setattr(node.service.plane, "lookup_now", lambda *_: found))
+    asked, said = kv.begin_lookup(namespace=NS, prefix_ids=names), []
+    node.until(lambda: (answer := asked.poll()) is not None and not said.append(answer))
+    assert said == [found]
+    many = [f"{number:064x}" for number in range(1000)]
+    assert kv.begin_lookup(namespace=NS, prefix_ids=many) is None  # too long to be sent without waiting
+
+
+def test_a_lookup_that_the_node_must_wait_for_is_told_so(kv, node, monkeypatch):
+    links = links_of(NS, 3)
+    assert kv.put(NS, SHARD, links, filler(links)) == [True] * 3
+    assert kv.lookup(namespace=NS, prefix_ids=[]).run == 0
+    node.do(lambda: monkeypatch.setattr(node.service.plane, "lookup_now", lambda *_: None))
+    asked = kv.begin_lookup(namespace=NS, prefix_ids=[links[0].prefix_id])
+    with pytest.raises(Unavailable) as error:
+        node.until(lambda: asked.poll() is not None)
+    assert error.value.kind == "timeout"
+
+
 def test_sessions_are_an_iterator(kv, node):
     one = api.Session(id="x", namespace=NS.id, lane="main", version=1, tokens=0, blocks=0)
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+import threading
 
 import pytest
 
@@ -132,3 +133,56 @@ def test_room_that_comes_free_together_with_another_answer_is_seen(pair):
         assert line.filled(number, good=True, patience_s=5) == [True]
     line.listen()
     assert line.take_room([PAGES], PAGES) == [(0, PAGES)]
+
+
+def test_a_question_is_asked_and_come_back_for_while_others_exchange(pair):
+    line, node = pair
+    number = line.begin(get)
+    assert line.answer(number) is None
+    assert node.hear().id == number
+    node.say(wire.Later(number), wire.Later(number + 1))
+    assert line.ask(get, 5) == wire.Later(number + 1)  # which hears the other answer as well
+    assert line.answer(number) == wire.Later(number)
+
+
+def test_a_question_that_the_node_refuses_raises_what_it_said(pair):
+    line, node = pair
+    number = line.begin(get)
+    node.say(wire.Fault(number, Unavailable("no").problem()))
+    with pytest.raises(Unavailable, match="no"):
+        line.answer(number)
+    assert line.alive
+
+
+def test_a_node_that_answers_no_question_is_not_asked_more_until_it_has(pair):
+    line, node = pair
+    numbers = [number for _ in range(20) if (number := line.begin(get)) is not None]
+    assert len(numbers) < 20  # a socket that is full would keep whoever asks
+    for number in numbers:
+        line.drop(number)
+    assert line.begin(get) is None
+    node.say(*map(wire.Later, numbers))
+    assert line.begin(get) == numbers[-1] + 1
+    with pytest.raises(KeyError):
+        line.answer(numbers[0])
+
+
+def test_a_question_is_not_asked_while_another_thread_waits_for_its_answer(pair):
+    line, node = pair
+    waiting = threading.Thread(target=line.ask, args=(get, 5))
+    waiting.start()
+    first = node.hear()
+    assert line.begin(get) is None
+    node.say(wire.Later(first.id))
+    waiting.join()
+    assert line.begin(get) == first.id + 1
+
+
+def test_a_question_on_a_line_that_is_lost_says_so(pair):
+    line, node = pair
+    number = line.begin(get)
+    node.far.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(Unavailable):
+        line.answer(number)
+    with pytest.raises(Unavailable):
+        line.begin(get)
