@@ -7,6 +7,9 @@ managed by the client. `Published` comes when the node has room for the blocks, 
 there. Their extents are free again when the node says so (`Published.drained`, or `Drained` later), or on a `Fault`. Whoever reads
 or commits after `Published`, on any connection, finds the blocks: the node lets that wait for the copy.
 
+Who writes much has room made ahead (`Publish.ahead`): blocks that `Published.ready` promises to take need not wait for their own
+`Published`. Whoever reads or commits once such a `Publish` is sent finds those, too.
+
 Every `Ask`, `Get` and `Publish` is answered exactly once, in any order, also after `Cancel`. A client has at most `MAX_IN_FLIGHT`
 of them unanswered. Whatever can be answered from memory is answered before the next message is looked at; with `wait` false
 anything else is answered by `Later`, so that a client may block on an answer.
@@ -28,6 +31,8 @@ MAX_FRAME: Final = 16 * 1024 * 1024  # 65,536 blocks of a long session fit well
 MAX_HELLO: Final = 4096  # of the first frame, from a client nobody knows yet
 MAX_BATCH: Final = 65_536
 MAX_IN_FLIGHT: Final = 256
+MAX_AHEAD: Final = 256  # blocks that a node makes room for before they have names
+AHEAD_S: Final = 0.5  # a client relies on that room for so long; a node keeps it twice as long
 
 T = TypeVar("T")
 Batch = Annotated[list[T], msgspec.Meta(max_length=MAX_BATCH)]  # checked before the elements are decoded
@@ -83,7 +88,8 @@ class Get(_Message, frozen=True):
 class Publish(_Message, frozen=True):
     """Blocks whose payloads lie in the write window: 32 bytes of `prefixes` for each (tokens, offset, length).
 
-    With `filled` false they do not lie there yet: the node makes room meanwhile, and copies when `Filled` says so.
+    With `filled` false they do not lie there yet: the node makes room meanwhile, and copies when `Filled` says so. `ahead` asks for
+    room for so many more, where all of these have the same tokens; of what was asked for earlier, only theirs is kept.
     """
 
     id: int
@@ -92,6 +98,7 @@ class Publish(_Message, frozen=True):
     prefixes: bytes
     extents: Batch[tuple[int, int, int]]
     filled: bool = True
+    ahead: int = 0
 
 
 class Filled(_Message, frozen=True):
@@ -136,12 +143,14 @@ class Leased(_Message, frozen=True):
 class Published(_Message, frozen=True):
     """The answer to `Publish`: whether each block was taken. Not taken means dropped under load: never an error.
 
-    `drained` says that the extents are free; otherwise a `Drained` follows.
+    `drained` says that the extents are free; otherwise a `Drained` follows. `ready` more blocks of the same namespace, shard and
+    tokens will be taken, on this connection, if they are published within `AHEAD_S` of the time at which this was.
     """
 
     id: int
     taken: list[bool]
     drained: bool
+    ready: int = 0
 
 
 class Drained(_Message, frozen=True):

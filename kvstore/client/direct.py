@@ -15,6 +15,7 @@ import msgspec
 
 from kvstore import api, codec, wire
 from kvstore.blocks import Blocks
+from kvstore.client.ahead import Kind
 from kvstore.client.fork import Birth
 from kvstore.client.handshake import Met
 from kvstore.client.line import SMALL, Extent, Line
@@ -141,11 +142,12 @@ class Direct:
         try:
             while len(taken) < len(links):
                 first = len(taken)
+                line.hear()
                 extents = _room(line, sizes[first:])
                 if not extents:
                     break
-                number = _announced(line, namespace, shard, links[first : first + len(extents)], extents)
-                taken += _filled(line, number, first, extents, fill)
+                piece = _Piece(line, namespace, shard, first, links[first : first + len(extents)], extents)
+                taken += piece.put(fill)
         except KeyboardInterrupt:
             line.interrupted()
             raise
@@ -184,24 +186,58 @@ def _room(line: Line, sizes: Sequence[int]) -> list[Extent]:
     return extents
 
 
-def _announced(line: Line, namespace: Namespace, shard: Shard, links: Sequence[Link], extents: Sequence[Extent]) -> int:
-    packed, named, part = pack_prefixes([link.prefix_id for link in links]), namespace.id, shard.text
-    blocks = [(link.tokens, offset, size) for link, (offset, size) in zip(links, extents, strict=True)]
-    return line.publish(lambda number: wire.Publish(number, named, part, packed, blocks, filled=False), extents)
+class _Piece:
+    """Blocks that are filled and published together: the first of them is number `first` of the write."""
 
+    def __init__(
+        self, line: Line, namespace: Namespace, shard: Shard, first: int, links: Sequence[Link], extents: Sequence[Extent]
+    ) -> None:
+        self._line, self._first, self._links, self._extents = line, first, links, extents
+        self._namespace, self._shard = namespace.id, shard.text
+        tokens = {link.tokens for link in links}
+        self._kind = (self._namespace, self._shard, tokens.pop()) if len(tokens) == 1 else None
 
-def _filled(line: Line, number: int, first: int, extents: Sequence[Extent], fill: Fill) -> list[bool]:
-    end = max(offset + size for offset, size in extents)
-    good = False
-    try:
-        if not line.window_pages.ready(end):
-            line.window_pages.fill(end)
-        for index, (offset, size) in enumerate(extents, first):
-            fill(index, line.window[offset : offset + size])
-        good = True
-    finally:
+    def put(self, fill: Fill) -> list[bool]:
+        """Whether each block was taken. Where the node has promised that, nothing is said to it before they are filled."""
+        line, now = self._line, time.monotonic()
+        self._ahead = line.ahead.wanted(len(self._links), self._extents[0][1], now) if self._kind else 0
         try:
-            taken = line.filled(number, good=good, patience_s=block_patience(0))
+            if self._kind is not None and line.ahead.claim(self._kind, len(self._links), now):
+                return self._promised(fill, self._kind)
+            return self._announced(fill)
         except TimeoutError:
             raise Unavailable("the node did not take over what was published in time", kind="timeout") from None
-    return taken
+
+    def _promised(self, fill: Fill, kind: Kind) -> list[bool]:
+        line, extents = self._line, self._extents
+        try:
+            self._fill(fill)
+        except BaseException:
+            line.ahead.waive(len(extents))
+            line.give_room(extents)
+            raise
+        make = self._message(filled=True)
+        return line.hand_over(make, extents, kind, block_patience(0))
+
+    def _announced(self, fill: Fill) -> list[bool]:
+        line, good = self._line, False
+        number = line.publish(self._message(filled=False), self._extents, self._kind)
+        try:
+            self._fill(fill)
+            good = True
+        finally:
+            taken = line.filled(number, good=good, patience_s=block_patience(0))
+        return taken
+
+    def _message(self, *, filled: bool) -> Callable[[int], wire.Publish]:
+        packed = pack_prefixes([link.prefix_id for link in self._links])
+        blocks = [(link.tokens, offset, size) for link, (offset, size) in zip(self._links, self._extents, strict=True)]
+        return lambda number: wire.Publish(number, self._namespace, self._shard, packed, blocks, filled, self._ahead)
+
+    def _fill(self, fill: Fill) -> None:
+        line = self._line
+        end = max(offset + size for offset, size in self._extents)
+        if not line.window_pages.ready(end):
+            line.window_pages.fill(end)
+        for index, (offset, size) in enumerate(self._extents, self._first):
+            fill(index, line.window[offset : offset + size])

@@ -7,6 +7,7 @@ pays for an event loop on another thread.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvstore import wire
+from kvstore.client.ahead import Ahead, Kind
 from kvstore.client.fork import ParentSocket
 from kvstore.client.handshake import Met
 from kvstore.client.lending import LentBlocks, Run, lend, releases
@@ -26,6 +28,7 @@ from kvstore.client.pages import Pages
 from kvstore.client.window import Extents
 from kvstore.errors import Corrupt, KVTierError, Unavailable
 
+log = logging.getLogger(__name__)
 Extent = tuple[int, int]
 """Offset and length in the write window."""
 _PART: Final = 1 << 18
@@ -46,6 +49,7 @@ class Line:
         lost: Why it ended, or None.
         window: The write window.
         window_pages: Its page table.
+        ahead: What the node has promised to take.
         close: Ends it. A second call does nothing.
     """
 
@@ -53,6 +57,8 @@ class Line:
         self.lost: KVTierError | None = None
         self.window = memoryview(met.window)
         self.window_pages = Pages(met.window, writable=True)
+        self.ahead = Ahead()
+        self._promised: set[int] = set()  # publications that their callers believe to be taken
         self._room, self._rooms = Extents(len(met.window)), threading.Lock()
         self._arena = memoryview(met.arena)
         self._arena_pages = Pages(met.arena, writable=False)
@@ -92,10 +98,37 @@ class Line:
             Unavailable: The connection was lost.
             KVTierError: Whatever the node answered.
         """
-        answer = self._exchange(make, patience_s)
-        if isinstance(answer, wire.Fault):
-            raise answer.problem.error()
-        return answer
+        turn = self._turn
+        if not (turn.acquire(blocking=False) or turn.acquire(timeout=patience_s)):
+            raise TimeoutError
+        try:
+            if self.lost is not None:
+                raise self.lost
+            number = self._last = self._last + 1
+            frame = wire.frame(make(number))
+            if patience_s != self._patience:
+                self._be_patient(patience_s)
+            try:
+                # Behind the request: the node answers that first.
+                self._socket.sendall(frame + self._giving() if self._given else frame)
+                while True:
+                    while (message := self._message()) is None:
+                        self._read(0)
+                    if not isinstance(message, wire.Welcome) and message.id == number:
+                        break  # nothing else hangs on a number that is as new as this
+                    self._heard(message)
+            except TimeoutError:
+                self._unwanted.add(number)  # its answer is still to come
+                raise
+        except (OSError, KVTierError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise self._lose(error) from None
+        finally:
+            turn.release()
+        if isinstance(message, wire.Fault):
+            raise message.problem.error()
+        return message
 
     def begin(self, make: Callable[[int], wire.ToNode]) -> int | None:
         """Send a question without waiting for anything; `answer` says what became of it.
@@ -152,8 +185,13 @@ class Line:
         """Nobody wants the answer to this question any more."""
         self._dropped.append(number)
 
-    def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent]) -> int:
+    def publish(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent], kind: Kind | None = None) -> int:
         """Announce what will lie in these extents of the window: the node makes room while they are filled.
+
+        Args:
+            make: Builds the message for a request number.
+            extents: Where.
+            kind: Of all of the blocks.
 
         Returns:
             A number for `filled`, which must follow. Until the node says so after that, the extents are not free.
@@ -164,10 +202,40 @@ class Line:
                 number = self._last = self._last + 1
                 self._socket.sendall(wire.frame(make(number)))
                 self._filling[number] = None
+                self.ahead.sent(number, kind, len(extents), time.monotonic(), claimed=False)
             except (OSError, KVTierError) as error:
                 raise self._lose(error) from None
         self._drained[number] = extents
         return number
+
+    def hand_over(self, make: Callable[[int], wire.ToNode], extents: Sequence[Extent], kind: Kind, patience_s: float) -> list[bool]:
+        """Publish what lies in these extents, whose blocks are claimed (`ahead`). Waits only where that does not hold any more.
+
+        Returns and raises as `filled`.
+        """
+        if not self._turn.acquire(timeout=patience_s):
+            self.ahead.waive(len(extents))
+            self.give_room(extents)
+            raise TimeoutError
+        number = 0
+        try:
+            self._check()
+            self._be_patient(patience_s)
+            number = self._last = self._last + 1
+            self._drained[number] = extents
+            if self.ahead.sent(number, kind, len(extents), time.monotonic(), claimed=True):
+                self._promised.add(number)
+            else:
+                self._filling[number] = None
+            self._socket.sendall(wire.frame(make(number)))
+            return [True] * len(extents) if number in self._promised else _taken(self._said(number))
+        except (OSError, KVTierError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise self._lose(error) from None
+        finally:
+            self._filling.pop(number, None)
+            self._turn.release()
 
     def filled(self, number: int, *, good: bool, patience_s: float) -> list[bool]:
         """The extents of a publication are filled, or never will be (`good`).
@@ -182,15 +250,11 @@ class Line:
         """
         if not self._turn.acquire(timeout=patience_s):
             raise TimeoutError
-        answer: wire.ToClient | None
         try:
             self._check()
             self._be_patient(patience_s)
             self._socket.sendall(wire.frame(wire.Filled(number, good)))
-            while (answer := self._filling[number]) is None:
-                while (message := self._message()) is None:
-                    self._read(0)
-                self._heard(message)
+            answer = self._said(number)
         except (OSError, KVTierError) as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -200,11 +264,20 @@ class Line:
             if not good:
                 self._free(number)  # the node does not look there
             self._turn.release()
-        if isinstance(answer, wire.Fault):
-            raise answer.problem.error()
-        if not isinstance(answer, wire.Published):
-            raise Unavailable("the node answered a publication with something else")
-        return answer.taken
+        return _taken(answer)
+
+    def _said(self, number: int) -> wire.ToClient:
+        """The answer to a publication."""
+        while (answer := self._filling[number]) is None:
+            while (message := self._message()) is None:
+                self._read(0)
+            self._heard(message)
+        return answer
+
+    def hear(self) -> None:
+        """Hear what the node has said of publications by now. Raises `Unavailable`."""
+        if self._drained:
+            self._hear()
 
     def listen(self, seconds: float = 0) -> None:
         """Hear what the node has to say unasked; wait that long at most for it to begin. Raises `Unavailable`."""
@@ -233,34 +306,6 @@ class Line:
             if not self._read(socket.MSG_DONTWAIT):
                 break
 
-    def _exchange(self, make: Callable[[int], wire.ToNode], patience_s: float) -> wire.ToClient:
-        if not self._turn.acquire(timeout=patience_s):
-            raise TimeoutError
-        try:
-            self._check()
-            number = self._last = self._last + 1
-            frame = wire.frame(make(number))
-            self._be_patient(patience_s)
-            try:
-                # Behind the request: the node answers that first.
-                self._socket.sendall(frame + self._giving() if self._given else frame)
-                while True:
-                    while (message := self._message()) is None:
-                        self._read(0)
-                    answers = not isinstance(message, wire.Welcome) and message.id == number
-                    self._heard(message)
-                    if answers:
-                        return message
-            except TimeoutError:
-                self._unwanted.add(number)  # its answer is still to come
-                raise
-        except (OSError, KVTierError) as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise self._lose(error) from None
-        finally:
-            self._turn.release()
-
     def _be_patient(self, seconds: float) -> None:
         if seconds != self._patience:  # not settimeout(): that costs a poll() before every call
             whole = int(seconds)
@@ -280,7 +325,10 @@ class Line:
             raise TimeoutError from None
         if not part:
             raise ConnectionResetError
-        self._input += part
+        if self._input:
+            self._input += part
+        else:
+            self._input = bytearray(part)
         return True
 
     def _spun(self) -> bytes:
@@ -296,39 +344,43 @@ class Line:
 
     def _message(self) -> wire.ToClient | None:
         """The next message, where all of it is here."""
-        data = self._input
-        if not data:
-            return None
-        if len(data) < 4:
-            return None
-        end = 4 + wire.body_length(data[:4])
-        if len(data) < end:
+        data, here = self._input, len(self._input)
+        if here < 4 or here < (end := 4 + wire.body_length(data[:4])):
             return None
         message = wire.parse_to_client(data[4:end])
         del data[:end]
         return message
 
     def _heard(self, message: wire.ToClient) -> None:
-        if not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._filling:
-            self._filling[message.id] = message
-        elif not isinstance(message, wire.Welcome | wire.Drained) and message.id in self._asked:
-            self._asked[message.id] = message
+        """What nobody waits for just now."""
         match message:
             case wire.Drained():
                 self._free(message.id)
+                return
             case wire.Published():
                 if message.drained:
                     self._free(message.id)
+                self._published(message.id, message.ready, refused=not all(message.taken))
             case wire.Fault():
                 if not message.id:
                     raise message.problem.error()
                 self._free(message.id)
+                self._published(message.id, 0, refused=True)
             case wire.Welcome():
                 raise Corrupt("a second welcome")
             case wire.Leased() if message.id in self._unwanted:
                 self._given.append((message.first, len(message.offsets)))
-        if self._unwanted:
-            self._unwanted.discard(message.id)
+        for waiting in (self._filling, self._asked):
+            if message.id in waiting:
+                waiting[message.id] = message
+        self._unwanted.discard(message.id)
+
+    def _published(self, number: int, ready: int, *, refused: bool) -> None:
+        self.ahead.answered(number, ready)
+        if number in self._promised:
+            self._promised.discard(number)
+            if refused:  # a namespace that is no more, or this process stood still for long: its caller has gone on
+                log.warning("the node did not take blocks that it had promised room for")
 
     def _check(self) -> None:
         if self.lost is not None:
@@ -402,7 +454,17 @@ class Line:
 
     def _giving(self) -> bytes:
         given = self._given
+        if len(given) == 1:
+            return wire.frame(wire.Release([given.popleft()]))
         return releases([given.popleft() for _ in range(len(given))])
+
+
+def _taken(answer: wire.ToClient) -> list[bool]:
+    if isinstance(answer, wire.Fault):
+        raise answer.problem.error()
+    if not isinstance(answer, wire.Published):
+        raise Unavailable("the node answered a publication with something else")
+    return answer.taken
 
 
 def _close(connection: socket.socket, *pages: Pages) -> None:

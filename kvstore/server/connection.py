@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import socket
+import termios
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +22,7 @@ import msgspec
 from kvstore import api, wire
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Overloaded, Unavailable
 from kvstore.ids import Link, Shard, unpack_prefixes
+from kvstore.server.ahead import Ahead
 from kvstore.server.awake import Awake
 from kvstore.server.held import Held
 from kvstore.server.inflight import READS
@@ -83,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._abandonable: set[int] = set()  # requests that change nothing, so that they may be cut short
         self._held = Held(self._plane, tenant)
+        self._ahead = Ahead(self._plane, tenant, window.size, self.unread)
         self._unaccounted: Sequence[Pin] = ()
         self._filling: dict[int, _Filling] = {}  # publications whose bytes are still to come
         self._early: dict[int, bool] = {}  # and that are filled, or never will be, before there is room for them
@@ -113,6 +117,7 @@ class Connection(asyncio.Protocol):
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._held.release_all()
+            self._ahead.close()
             for filling in self._filling.values():
                 _abort(filling.rooms)
             self._filling.clear()
@@ -120,6 +125,16 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
             await self._drained.wait()  # not the client's to hurry: the threads read its window
             self._window.close()
+
+    def unread(self) -> bool:
+        """Whether its client has sent something that nobody has looked at."""
+        if self._over.done():
+            return False
+        try:
+            fcntl.ioctl(self._accepted, termios.FIONREAD, nbytes := bytearray(4))
+        except (OSError, ValueError):  # closed
+            return False
+        return any(nbytes)
 
     def stop(self) -> None:
         """Take no more requests; changes that were accepted are still made and answered."""
@@ -157,15 +172,12 @@ class Connection(asyncio.Protocol):
         if self._over.done():
             return
         try:
-            if not self._input and self._stalled is None and len(data) >= 4:  # whole requests, as nearly always: without a copy
-                end = 4 + wire.body_length(data[:4])
-                if len(data) >= end:
-                    self._take(wire.parse_to_node(memoryview(data)[4:end]))
-                    if len(data) == end:
-                        return
-                    data = data[end:]
+            if not self._input:  # whole requests, as nearly always: without a copy
+                data = data[self._requests(data) :]
+                if not data:
+                    return
             self._input += data
-            self._requests()
+            del self._input[: self._requests(self._input)]
         except Exception as error:  # noqa: BLE001  whatever it is, it ends this connection and no other
             self._end(error)
 
@@ -193,7 +205,7 @@ class Connection(asyncio.Protocol):
             return
         self._transport.resume_reading()
         try:
-            self._requests()
+            del self._input[: self._requests(self._input)]
         except Exception as error:  # noqa: BLE001  as above
             self._end(error)
 
@@ -208,17 +220,17 @@ class Connection(asyncio.Protocol):
 
     # --- requests ---
 
-    def _requests(self) -> None:
-        """Every request that is here in full."""
-        start, data = 0, self._input
-        while len(data) - start >= 4 and self._stalled is None and not self._over.done():
+    def _requests(self, data: bytes | bytearray) -> int:
+        """Every request that is here in full; how many bytes they were."""
+        start, here = 0, len(data)
+        while here - start >= 4 and self._stalled is None and not self._over.done():
             end = start + 4 + wire.body_length(data[start : start + 4])
-            if len(data) < end:
+            if here < end:
                 break
-            message = wire.parse_to_node(bytes(memoryview(data)[start + 4 : end]))
+            message = wire.parse_to_node(bytes(data[start + 4 : end]))
             start = end
             self._take(message)
-        del data[:start]
+        return start
 
     def _take(self, message: wire.ToNode) -> None:
         match message:
@@ -383,10 +395,12 @@ class Connection(asyncio.Protocol):
             if not self._window.holds(offset, length):
                 raise Invalid(f"bytes {offset} to {offset + length} are not inside the window of {self._window.size}")
         tokens = [extent[0] for extent in publish.extents]
-        rooms = self._plane.rooms_now(self._tenant, publish.namespace, publish.shard, publish.prefixes, tokens)
+        slots = self._ahead.slots(publish)
+        rooms = self._plane.rooms_now(self._tenant, publish.namespace, publish.shard, publish.prefixes, tokens, slots)
         if rooms is None:
             return None
-        return self._landing(publish, rooms)
+        drained = self._landing(publish, rooms)
+        return wire.Published(publish.id, [room is not None for room in rooms], drained, self._ahead.promise(publish))
 
     async def _publish(self, publish: wire.Publish) -> wire.Published:
         """As `_published`, where the namespace must be looked for first."""
@@ -400,9 +414,11 @@ class Connection(asyncio.Protocol):
         except BaseException:
             _abort(rooms)
             raise
-        return self._landing(publish, rooms)
+        drained = self._landing(publish, rooms)
+        return wire.Published(publish.id, [room is not None for room in rooms], drained)
 
-    def _landing(self, publish: wire.Publish, rooms: Sequence[Room | None]) -> wire.Published:
+    def _landing(self, publish: wire.Publish, rooms: Sequence[Room | None]) -> bool:
+        """Have them filled; whether there is nothing to fill."""
         for room, (tokens, _, length) in zip(rooms, publish.extents, strict=True):
             if room is not None and length != room.payload.nbytes:
                 expected = room.payload.nbytes
@@ -419,7 +435,7 @@ class Connection(asyncio.Protocol):
             self._filling[publish.id] = filling
             if publish.filled or publish.id in self._early:
                 self._filled(wire.Filled(publish.id, self._early.pop(publish.id, True)))
-        return wire.Published(publish.id, [room is not None for room in rooms], not found)
+        return not found
 
     def _filled(self, message: wire.Filled) -> None:
         filling = self._filling.pop(message.id, None)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvstore import api
 
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TIER_GAUGES: Final = {
     "used": "Payload bytes held or reserved.",
     "limit": "Payload bytes it may hold.",
@@ -31,42 +33,41 @@ _TIER_COUNTS: Final = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """What the faces count themselves; the rest is the node's own statistics at the time of asking."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        labels = ["op", "outcome"]
-        self._labelled: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        self._requests = Counter("kvtier_requests", "Requests that ended.", labels, registry=self._registry)
-        self._seconds = Histogram("kvtier_request_seconds", "Time to an answer.", ["op"], buckets=_SECONDS, registry=self._registry)
+        # Own counts: those of the metrics' library take locks, and a lease is counted while its client waits for the core.
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._seconds: dict[str, tuple[list[int], list[float]]] = {}  # by op: how many fell into each bucket, and their sum
 
     def observe(self, op: str, outcome: str, seconds: float) -> None:
         """See :class:`kvstore.server.observe.Observe`."""
-        found = self._labelled.get((op, outcome))
-        if found is None:  # finding a label costs as much as a lease
-            found = self._labelled[op, outcome] = self._requests.labels(op, outcome), self._seconds.labels(op)
-        found[0].inc()
-        found[1].observe(seconds)
+        self._requests[op, outcome] += 1
+        found = self._seconds.get(op)
+        if found is None:
+            found = self._seconds[op] = [0] * (len(_SECONDS) + 1), [0.0]
+        found[0][bisect_left(_SECONDS, seconds)] += 1
+        found[1][0] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """What was observed."""
+        requests = CounterMetricFamily("kvtier_requests", "Requests that ended.", labels=["op", "outcome"])
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        times = HistogramMetricFamily("kvtier_request_seconds", "Time to an answer.", labels=["op"])
+        for op, (counts, [total]) in self._seconds.items():
+            times.add_metric([op], _cumulated(_SECONDS, counts), total)
+        yield times
 
     def expose(self, stats: api.Stats, accept: str) -> tuple[bytes, str]:
         """The page, and its content type, in the format that the scraper accepts."""
         encode, content_type = choose_encoder(accept)
-        node = CollectorRegistry()
-        node.register(NodeCollector(stats))
-        return encode(_Both(self._registry, node)), content_type
-
-
-class _Both(CollectorRegistry):
-    """Two registries as one page."""
-
-    def __init__(self, *parts: CollectorRegistry) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def collect(self) -> Iterator[Metric]:
-        for part in self._parts:
-            yield from part.collect()
+        page = CollectorRegistry()
+        page.register(self)
+        page.register(NodeCollector(stats))
+        return encode(page), content_type
 
 
 class NodeCollector(Collector):
@@ -188,7 +189,11 @@ def _collector(stats: api.CollectorStats) -> Iterator[Metric]:
 
 
 def _buckets(found: api.Latency) -> list[tuple[str, int]]:
-    return list(zip([*map(str, found.bounds_s), "+Inf"], accumulate(found.counts), strict=True))
+    return _cumulated(found.bounds_s, found.counts)
+
+
+def _cumulated(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, int]]:
+    return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
 def _pairs(name: str, about: str, counts: Mapping[str, int], label: str = "op") -> Metric:

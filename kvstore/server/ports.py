@@ -41,6 +41,14 @@ class Room(Protocol):
         ...
 
 
+class Ahead(Protocol):
+    """A place for a block that has no name yet."""
+
+    def abort(self) -> None:
+        """Give it back."""
+        ...
+
+
 class Pin(Protocol):
     """A block that is leased, in the arena."""
 
@@ -89,9 +97,21 @@ class Plane(Protocol):
         ...
 
     def rooms_now(
-        self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]
+        self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int], slots: list[Any]
     ) -> Sequence[Room | None] | None:
-        """Room for payloads, if the namespace is at hand; None for each that has none."""
+        """Room for payloads, if the namespace is at hand; None for each that has none. `slots` of `ahead` are used up first."""
+        ...
+
+    def ahead(self, tenant: str, namespace: str, shard: str, tokens: int, count: int) -> Sequence[Ahead]:
+        """Places for that many blocks of a length, or fewer; for `rooms_now`, or `not_wanted`."""
+        ...
+
+    def not_wanted(self, tenant: str, slots: Sequence[Any]) -> None:
+        """Take back what `ahead` gave."""
+        ...
+
+    def writing(self, tenant: str) -> set[Callable[[], bool]]:
+        """Who may have sent blocks that nobody has looked at yet, though others may rely on them; each tells whether that is so."""
         ...
 
     @property

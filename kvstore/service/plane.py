@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections import Counter
@@ -31,6 +32,9 @@ _MOST_LOOKED_UP: Final = 8 * api.MAX_BLOCKS  # the loop looks at them in one go
 _UNSEALED: Final = 512 << 20  # copied and not digested; a quarter of memory is a bound too
 _NAMES: Final = 16  # shards of namespaces whose keys are remembered
 _LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
+_AHEAD: Final = 8  # this part of a tenant's memory at most is promised to blocks without a name
+_NAMELESS: Final = bytes(32)  # the key of what has none yet; it never comes to be one
+_TURNS: Final = 64  # of the loop, within which what was sent is read
 
 
 class Arena(msgspec.Struct, frozen=True):
@@ -145,6 +149,8 @@ class Plane:
         self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
         self._names: dict[tuple[str, str], Names] = {}
         self._landing = Landing(movers, min(_UNSEALED, sum(each.dram.limit for each in tiers.values()) // 4))
+        self._ahead: Counter[str] = Counter()  # bytes promised, by tenant
+        self._writing: dict[str, set[Callable[[], bool]]] = {}
         self._questions: Flights[Any] = Flights(lambda _: None, linger=_LINGER, linger_cost=_LINGER)
         self.reads = Reads()
 
@@ -231,16 +237,67 @@ class Plane:
         self._tiers[tenant].dram.unpin_all(pins)
 
     def rooms_now(
-        self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]
+        self,
+        tenant: str,
+        namespace: str,
+        shard: str,
+        prefixes: bytes,
+        tokens: Sequence[int],
+        slots: list[DramSlot] | None = None,
     ) -> list[Room | None] | None:
-        """As `reserve`, for several; None where the namespace is not at hand (`reserve` finds out)."""
+        """As `reserve`, for several; None where the namespace is not at hand (`reserve` finds out).
+
+        `slots` of `ahead` that fit are used up first.
+        """
         names = self._known(tenant, namespace, shard)
         if names is None:
             return None
         if len(prefixes) != 32 * len(tokens):
             raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
         fields, stack = names.namespace, self._tiers[tenant].stack
-        return [self._room(stack, fields, each) for each in names.wants(prefixes, tokens)]
+        wants = names.wants(prefixes, tokens)
+        if not slots:
+            return [self._room(stack, fields, each) for each in wants]
+        return [self._room(stack, fields, each, self._named(tenant, slots, each)) for each in wants]
+
+    def ahead(self, tenant: str, namespace: str, shard: str, tokens: int, count: int) -> list[DramSlot]:
+        """Room for blocks that have no name yet: as many as there is room for, within a part of the tenant's memory.
+
+        Each is used up by `rooms_now`, or given to `not_wanted`.
+        """
+        names = self._known(tenant, namespace, shard)
+        if names is None:
+            return []
+        [size], dram = names.sizes([tokens]), self._tiers[tenant].dram
+        slots = list[DramSlot]()
+        while len(slots) < count and self._ahead[tenant] + size <= dram.limit // _AHEAD:
+            slot = dram.reserve(Want(_NAMELESS, size))
+            if isinstance(slot, Miss):
+                break
+            self._ahead[tenant] += size
+            slots.append(slot)
+        return slots
+
+    def not_wanted(self, tenant: str, slots: Sequence[DramSlot]) -> None:
+        """Take back what `ahead` gave."""
+        for slot in slots:
+            self._ahead[tenant] -= slot.want.size
+            slot.abort()
+
+    def _named(self, tenant: str, slots: list[DramSlot], wanted: Want) -> DramSlot | None:
+        if not slots or slots[-1].want.size != wanted.size:
+            return None
+        slot = slots.pop()
+        self._ahead[tenant] -= wanted.size
+        slot.want = wanted
+        return slot
+
+    def writing(self, tenant: str) -> set[Callable[[], bool]]:
+        """Who may have sent blocks of a tenant that nobody has looked at yet; each tells whether there is something unread.
+
+        A writer with room ahead goes on before this node has heard of its blocks, and whoever it tells of them must find them.
+        """
+        return self._writing.setdefault(tenant, set())
 
     @property
     def copying(self) -> bool:
@@ -268,6 +325,10 @@ class Plane:
 
     async def settled(self, tenant: str, deadline: float | None = None) -> None:
         """Wait for what the tenant has published by now. Whoever is told that a block is published finds it."""
+        for _ in range(_TURNS):
+            if not self._unread(tenant):
+                break
+            await asyncio.sleep(0)
         if self._landing.pending(tenant):
             await self._landing.settled(tenant, self._left(deadline))
 
@@ -276,8 +337,12 @@ class Plane:
         fields = await self._registry.get(tenant, namespace)
         return self._room(self.tiers(tenant).stack, fields, block_wants(fields, shard, [link])[0])
 
-    def _room(self, stack: Stack, fields: Namespace, wanted: Want) -> Room | None:
-        slot = stack.reserve(wanted)
+    def _unread(self, tenant: str) -> bool:
+        writing = self._writing.get(tenant)
+        return bool(writing) and any(unread() for unread in writing or ())
+
+    def _room(self, stack: Stack, fields: Namespace, wanted: Want, named: DramSlot | None = None) -> Room | None:
+        slot = named or stack.reserve(wanted)
         if isinstance(slot, Miss):
             return None
         assert isinstance(wanted.ref, BlockWant)
@@ -306,7 +371,7 @@ class Plane:
             return None
         tiers = self._here(tenant, fields, shards, request.prefix_ids)
         elsewhere = request.reach == "bucket" and self._origin is not None
-        if len(tiers) < len(request.prefix_ids) and (elsewhere or self._landing.pending(tenant)):
+        if len(tiers) < len(request.prefix_ids) and (elsewhere or self._landing.pending(tenant) or self._unread(tenant)):
             return None
         self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
         return api.Found(run=len(tiers), tiers=tiers)

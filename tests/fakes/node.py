@@ -51,6 +51,7 @@ class FakePlane:
         self.gate = None
         self.full = False
         self.waiting = 0
+        self.writers = {}
 
     @property
     def run(self):
@@ -106,8 +107,18 @@ class FakePlane:
     def lookup_now(self, tenant, request):
         return None
 
-    def rooms_now(self, tenant, namespace, shard, prefixes, tokens):
+    def rooms_now(self, tenant, namespace, shard, prefixes, tokens, slots):
         return None
+
+    def ahead(self, tenant, namespace, shard, tokens, count):
+        return []
+
+    def not_wanted(self, tenant, slots):
+        for slot in slots:
+            slot.abort()
+
+    def writing(self, tenant):
+        return self.writers.setdefault(tenant, set())
 
     @property
     def copying(self):

@@ -285,7 +285,7 @@ def test_an_interrupt_in_the_middle_of_a_read_or_a_write_leaves_nothing_leased_a
         kv.get(NS, SHARD, links)
     monkeypatch.undo()
     node.until(lambda: leases(node) == 0)
-    monkeypatch.setattr("kvstore.client.direct._filled", interrupted)  # the node has made room for them
+    monkeypatch.setattr("kvstore.client.direct._Piece._fill", interrupted)  # the node has made room for them
     for _ in range(9):
         with pytest.raises(KeyboardInterrupt):
             kv.put(NS, SHARD, links_of(NS, 8, start=5000), filler(links))

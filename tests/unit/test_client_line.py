@@ -4,6 +4,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -186,3 +187,68 @@ def test_a_question_on_a_line_that_is_lost_says_so(pair):
         line.answer(number)
     with pytest.raises(Unavailable):
         line.begin(get)
+
+
+KIND = ("ns", str(Shard()), 1)
+
+
+def promised(line, node, ready=2):
+    """After a publication behind which the node has promised to take more."""
+    extents = line.take_room([4096], 4096)
+    number = line.publish(lambda number: publication(number, extents), extents, KIND)
+    node.say(wire.Published(number, [True], True, ready))
+    assert line.filled(number, good=True, patience_s=5) == [True]
+    assert [type(node.hear()) for _ in range(2)] == [wire.Publish, wire.Filled]
+
+
+def publication(number, extents):
+    return wire.Publish(number, "ns", str(Shard()), b"\0" * 32, [(1, *extent) for extent in extents])
+
+
+def hand_over(line, patience_s=5):
+    extents = line.take_room([4096], 4096)
+    return line.hand_over(lambda number: publication(number, extents), extents, KIND, patience_s)
+
+
+def test_what_the_node_promised_to_take_is_handed_over_without_waiting(pair):
+    line, node = pair
+    promised(line, node)
+    for _ in range(2):
+        assert line.ahead.claim(KIND, 1, time.monotonic())
+        assert hand_over(line) == [True]
+    assert not line.ahead.claim(KIND, 1, time.monotonic())
+    first, second = node.hear(), node.hear()
+    assert (first.extents, second.extents) == ([(1, 0, 4096)], [(1, 4096, 4096)])  # the first is still read
+    node.say(wire.Published(first.id, [True], True, 3))
+    line.hear()
+    assert line.take_room([4096], 4096) == [(0, 4096)]
+    assert line.ahead.claim(KIND, 2, time.monotonic())
+
+
+def test_a_promise_that_ended_while_the_blocks_were_filled_is_waited_for(pair, monkeypatch):
+    line, node = pair
+    promised(line, node)
+    assert line.ahead.claim(KIND, 1, time.monotonic())
+    monkeypatch.setattr("kvstore.wire.AHEAD_S", 0.0)
+    with pytest.raises(TimeoutError):
+        hand_over(line, 0.05)
+
+
+def test_a_promise_that_was_not_kept_is_in_the_log_and_frees_the_window(pair, caplog):
+    line, node = pair
+    promised(line, node)
+    for answer in (lambda number: wire.Published(number, [False], True), fault):
+        assert line.ahead.claim(KIND, 1, time.monotonic())
+        assert hand_over(line) == [True]
+        node.say(answer(node.hear().id))
+        line.hear()
+        assert "promised" in caplog.text
+        caplog.clear()
+        assert line.take_room([PAGES], PAGES) == [(0, PAGES)]
+        line.give_room([(0, PAGES)])
+        promised(line, node)
+    assert line.alive
+
+
+def fault(number):
+    return wire.Fault(number, Unavailable("no").problem())
