@@ -36,16 +36,17 @@ class DramValue:
         size: Bytes.
         leases: How many read it; see :class:`tiering.ranking.Ranked`, also for `used`.
         gone: Whether its key leads nowhere by now; the bytes stay as long as somebody reads them.
+        borrowed: Whether it is easily had again, and was not used since it came: it makes way before what is not.
     """
 
-    __slots__ = ("gone", "key", "leases", "offset", "size", "used")
+    __slots__ = ("borrowed", "gone", "key", "leases", "offset", "size", "used")
 
     def __init__(self, key: bytes, offset: int, size: int) -> None:
         self.key = key
         self.offset = offset
         self.size = size
         self.leases = 0
-        self.gone = False
+        self.gone = self.borrowed = False
         self.used = NEVER
 
 
@@ -63,8 +64,10 @@ class DramSlot:
         self._ahead = ahead
         self._open = True
 
-    def commit(self) -> Lease:
+    def commit(self, *, borrowed: bool = False) -> Lease:
         """Make the value visible, and lease it to the writer.
+
+        `borrowed`: it is easily had again, and the next to go when nobody reads it, until it is used once more.
 
         If the key got a value meanwhile, that one is kept and leased, and this room is given back: equal keys mean equal values.
 
@@ -77,7 +80,8 @@ class DramSlot:
         # A page's rest holds what was here before. It goes to disk with the value: let it be zeros.
         self.padded[self.want.size :] = bytes(self.padded.nbytes - self.want.size)
         self._close()
-        return self._tier._commit(self.want, self.offset, use=not self._ahead)  # noqa: SLF001  a slot is its tier's other half
+        tier, used = self._tier, not self._ahead
+        return tier._commit(self.want, self.offset, use=used, borrowed=borrowed)  # noqa: SLF001  a slot is its tier's other half
 
     def abort(self) -> None:
         """Give the room back; nothing after `commit`."""
@@ -245,6 +249,7 @@ class DramTier:
             for value in found:
                 if not value.leases:
                     self._pinned += value.size
+                    value.borrowed = False
                 value.leases += 1
             self._leases += len(found)
             self.stats.hits += len(found)
@@ -419,6 +424,7 @@ class DramTier:
         if use:
             self._ranking.use(value)
         if not value.leases:
+            value.borrowed &= not use  # whoever it came for reads it before this
             self._ranking.pin(value)
             self._pinned += value.size
         value.leases += 1
@@ -457,7 +463,7 @@ class DramTier:
 
     # Below: called by slots and leases, on any thread.
 
-    def _commit(self, want: Want, offset: int, *, use: bool) -> Lease:
+    def _commit(self, want: Want, offset: int, *, use: bool, borrowed: bool) -> Lease:
         with self._lock:
             old = self._values.get(want.key)
             same = old is not None and old.size == want.size
@@ -475,7 +481,9 @@ class DramTier:
             self.stats.bytes_in += want.size
             if self._watch is not None:
                 self._watch(want.key, 1)
-            return self._leased(value, use=use)
+            lease = self._leased(value, use=use)
+            value.borrowed = borrowed
+            return lease
 
     def _abort(self, want: Want, offset: int) -> None:
         with self._lock:
@@ -493,5 +501,7 @@ class DramTier:
             self._pinned -= value.size
             if value.gone:
                 self._free(value)
-            else:
-                self._ranking.unpin(value)
+                return
+            if value.borrowed:
+                value.used = NEVER
+            self._ranking.unpin(value)

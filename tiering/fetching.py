@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class Fetcher:
         stats: Of each, by name.
         keep: Told of a value that came from an origin.
         early: Told of the first bytes of a value that comes from an origin.
+        lenders: Names of origins whose values make way first.
         monotonic: The clock of latencies.
     """
 
@@ -54,8 +55,10 @@ class Fetcher:
         stats: Mapping[str, TierStats],
         keep: Callable[[Want], None],
         early: Early,
+        lenders: Container[str] = (),
         monotonic: Callable[[], float],
     ) -> None:
+        self._lenders = lenders
         self._dram, self._disk, self._origins = dram, disk, origins
         self._stats, self._keep, self._early, self._monotonic = stats, keep, early, monotonic
 
@@ -106,8 +109,10 @@ class Fetcher:
             finally:
                 await coming.drained()
             if miss is None:
-                lease = found(slot, origin.name)
-                self._keep(slot.want)
+                lent = origin.name in self._lenders
+                lease = found(slot, origin.name, borrowed=lent)
+                if not lent:
+                    self._keep(slot.want)
                 return lease
             misses.append(miss)
         return _best(misses)
@@ -185,9 +190,9 @@ class _FromDisk:
         self._done.cancel()
 
 
-def found(slot: DramSlot, source: str) -> Lease:
+def found(slot: DramSlot, source: str, *, borrowed: bool = False) -> Lease:
     """A slot's value is complete."""
-    lease = slot.commit()
+    lease = slot.commit(borrowed=borrowed)
     lease.source = source
     return lease
 

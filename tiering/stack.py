@@ -38,6 +38,8 @@ class StackSettings(msgspec.Struct, frozen=True, kw_only=True):
         linger: Fetches that go on when nobody waits for them any more, so that a slow origin asked with short deadlines still warms
             the memory.
         linger_bytes: Of those fetches; a quarter of the memory tier is a bound too.
+        lenders: Names of origins that lend what they keep themselves. They are offered nothing. What comes from them is not written
+            to the disk, and makes way in memory before all else until it is used again.
     """
 
     fetches: int = 16
@@ -46,6 +48,7 @@ class StackSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 10.0
     linger: int = 64
     linger_bytes: int = 64 << 20
+    lenders: frozenset[str] = frozenset()
 
 
 class Stack:
@@ -87,7 +90,14 @@ class Stack:
         )
         self.early = Early()
         self._fetcher = Fetcher(
-            dram, disk, self.origins, stats=self.stats, keep=self._keep_on_disk, early=self.early, monotonic=monotonic
+            dram,
+            disk,
+            self.origins,
+            stats=self.stats,
+            keep=self._keep_on_disk,
+            early=self.early,
+            lenders=settings.lenders,
+            monotonic=monotonic,
         )
         self._to_disk = None
         if disk is not None:
@@ -95,6 +105,7 @@ class Stack:
         self._queues = [
             self._behind(origin.name, partial(self._offer, origin), origin.ready, writers=settings.writers, batch=1)
             for origin in self.origins
+            if origin.name not in settings.lenders
         ]
         if self._to_disk is not None:
             self._queues.insert(0, self._to_disk)
