@@ -15,11 +15,11 @@ Reason = Literal["set", "unmeasured", "faster", "near"]
 _CODED: Final[Codec] = "bp-zstd"
 _SAMPLE_BYTES: Final = 16 << 20  # of one look at a rate
 _SAMPLE_S: Final = 0.05
-_WEIGHT: Final = 0.3  # of the newest look
-_MARGIN: Final = 1.25  # the other choice must be so much faster: near the balance, switching would be for nothing
+WEIGHT: Final = 0.3  # of the newest look
+MARGIN: Final = 1.25  # the other choice must be so much faster: near the balance, switching would be for nothing
 _STAY: Final = 8  # objects between two switches, at least
 _PROBE: Final = 64  # objects from one that is coded only to see how fast that is now
-_FIRST_RATIO: Final = 0.7  # stored by raw, until measured: real KV in bf16 gives 0.69
+FIRST_RATIO: Final = 0.7  # stored by raw, until measured: real KV in bf16 gives 0.69
 
 
 class Rate:
@@ -47,7 +47,7 @@ class Rate:
             self._turn(-1)
             if self._bytes >= _SAMPLE_BYTES and self._busy >= _SAMPLE_S:
                 seen = self._bytes / self._busy
-                self.value = seen if not self.value else self.value + _WEIGHT * (seen - self.value)
+                self.value = seen if not self.value else self.value + WEIGHT * (seen - self.value)
                 self._bytes, self._busy = 0, 0.0
 
     def _turn(self, one: int) -> None:
@@ -85,7 +85,7 @@ class CodecChoice:
         self.switched = 0
         self.reason: Reason = "unmeasured" if self._auto else "set"
         self.why = "nothing is measured yet" if self._auto else "set"
-        self.ratio = _FIRST_RATIO
+        self.ratio = FIRST_RATIO
         self._objects = self._last_switch = 0
 
     def pick(self) -> Codec:
@@ -101,7 +101,7 @@ class CodecChoice:
 
     def coded(self, raw: int, stored: int) -> None:
         """What became of an object's bytes."""
-        self.ratio += _WEIGHT * (stored / raw - self.ratio)
+        self.ratio += WEIGHT * (stored / raw - self.ratio)
 
     def _weigh(self) -> None:
         link, coding = self.link.value, self.coding.value
@@ -110,7 +110,7 @@ class CodecChoice:
         coded = min(coding, link / self.ratio)
         faster: Codec = _CODED if coded > link else "raw"
         margin = max(coded, link) / min(coded, link)
-        if faster != self.current and margin >= _MARGIN:
+        if faster != self.current and margin >= MARGIN:
             self.current, self._last_switch = faster, self._objects
             self.switched += 1
         self.reason = "faster" if faster == self.current else "near"

@@ -1,0 +1,417 @@
+"""One peer over TCP: its connections, and how bytes come from it. What is asked of whom is decided elsewhere (`peers`).
+
+A thread for each connection at work. The one that receives also digests, a slice at a time while it is in the cache: meanwhile the
+kernel takes in what follows. Handing slices to another thread was no faster on two cores, and two connections use two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Protocol, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvstore import codec
+from kvstore.errors import Corrupt, KVTierError
+from kvstore.ids import pack_prefixes
+from kvstore.mesh import frames
+from kvstore.mesh.delivery import Delivery
+from kvstore.mesh.members import Member
+from kvstore.objects.threads import until_over
+from tiering import Miss
+
+T = TypeVar("T")
+SLICE: Final = 256 << 10  # fits a core's cache, beside its digest's state
+_IDLE_S: Final = 20.0  # shorter than the listener keeps a connection
+_HOLDS_S: Final = 0.25
+
+
+class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what is had from peers.
+
+    Attributes:
+        threads: Connections at work at a time, to all peers together.
+        connections: Idle connections kept to one peer.
+        connect_s: For a connection to be made.
+        silent_s: A peer that sends nothing for so long is cut off, whatever else is expected of it.
+    """
+
+    threads: int = 8
+    connections: int = 4
+    connect_s: float = 1.0
+    silent_s: float = 10.0
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """What one exchange brought.
+
+    Attributes:
+        nbytes: On the line.
+        seconds: Reading them, without waiting for the peer to have them ready.
+        failed: Why it ended early; "" where it did not, or was cut because nobody wanted the rest.
+    """
+
+    nbytes: int
+    seconds: float
+    failed: str = ""
+
+
+class Link(Protocol):
+    """How bytes come from one peer. TCP's is :class:`TcpLink`."""
+
+    async def carry(self, batch: Sequence[Delivery], *, through: bool, speed: int) -> Carried:
+        """Ask for blocks of one shard of one namespace, and fill their places as they come.
+
+        What was begun has ended when this returns. What was not, because the exchange failed or was cut, is as it was.
+        Whoever is cancelled cuts it. Raises nothing else.
+
+        Args:
+            batch: At most `frames.MOST_BLOCKS`.
+            through: See :class:`kvstore.mesh.frames.Ask`, as `speed`.
+            speed: Bytes a second.
+        """
+        ...
+
+    async def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these the peer has in its tiers. False for all where it does not say so in time."""
+        ...
+
+
+class Links:
+    """Links to the members of a mesh, and the threads that they share."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self.settings = settings
+        self.threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer")
+        # Questions are short, and must not wait for blocks.
+        self.askers = ThreadPoolExecutor(2, thread_name_prefix="kvtier-peer-ask")
+        self._links: dict[Member, TcpLink] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: LinkSettings | None = None) -> AsyncIterator[Self]:
+        """For the length of the block. Whoever uses them has left by its end."""
+        links = cls(settings or LinkSettings())
+        try:
+            yield links
+        finally:
+            links.keep(())
+            await asyncio.to_thread(links.threads.shutdown)
+            await asyncio.to_thread(links.askers.shutdown)
+
+    def to(self, member: Member) -> TcpLink:
+        """The link to a member."""
+        link = self._links.get(member)
+        if link is None:
+            link = self._links[member] = TcpLink(member, self)
+        return link
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Forget all others."""
+        for member in self._links.keys() - set(members):
+            self._links.pop(member).close()
+
+    async def holds(self, member: Member, keys: Sequence[bytes]) -> list[bool]:
+        """See :meth:`Link.holds`."""
+        return await self.to(member).holds(keys)
+
+
+class TcpLink:
+    """See :class:`Link`."""
+
+    def __init__(self, member: Member, links: Links) -> None:
+        self._member, self._links = member, links
+        self._idle: deque[tuple[socket.socket, float]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def carry(self, batch: Sequence[Delivery], *, through: bool, speed: int) -> Carried:
+        """See :meth:`Link.carry`."""
+        exchange = _Blocks(self, batch, _ask(batch, through=through, speed=speed))
+        return await _run(self._links.threads, exchange.run, exchange.cut)
+
+    async def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """See :meth:`Link.holds`."""
+        answers: list[bool] = []
+        for at in range(0, len(keys), frames.MOST_KEYS):
+            part = keys[at : at + frames.MOST_KEYS]
+            question = _Question(self, part)
+            try:
+                async with asyncio.timeout(_HOLDS_S):
+                    answers += await _run(self._links.askers, question.run, question.cut)
+            except (TimeoutError, OSError, frames.Malformed):
+                return answers + [False] * (len(keys) - len(answers))
+        return answers
+
+    def close(self) -> None:
+        """Let go of idle connections, and keep none from now on."""
+        with self._lock:
+            self._closed = True
+            idle = [sock for sock, _ in self._idle]
+            self._idle.clear()
+        for sock in idle:
+            sock.close()
+
+    # --- on threads ---
+
+    @property
+    def host(self) -> str:
+        """As requests name it."""
+        host = self._member.host
+        return f"[{host}]:{self._member.port}" if ":" in host else f"{host}:{self._member.port}"
+
+    def take(self) -> socket.socket | None:
+        """A kept connection on which nothing has arrived; the most recent one first."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                sock, since = self._idle.pop()
+            if time.monotonic() - since < _IDLE_S and not _readable(sock):
+                return sock
+            sock.close()
+
+    def keep(self, sock: socket.socket) -> None:
+        """Give a connection back on which nothing is under way."""
+        with self._lock:
+            if not self._closed and len(self._idle) < self._links.settings.connections:
+                self._idle.append((sock, time.monotonic()))
+                return
+        sock.close()
+
+    def connect(self) -> socket.socket:
+        """A new one. Raises `OSError`."""
+        settings = self._links.settings
+        sock = socket.create_connection((self._member.host, self._member.port), timeout=settings.connect_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Wait in the kernel, and for so long at most: Python's own timeouts would poll before every read.
+        sock.settimeout(None)
+        most = struct.pack("@ll", int(settings.silent_s), int(settings.silent_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
+        return sock
+
+
+class _Unwanted(Exception):
+    """Nobody wants the rest."""
+
+
+class _Exchange:
+    """One request on one connection, in one thread. `cut` may come from any other."""
+
+    def __init__(self, link: TcpLink, request: bytes) -> None:
+        self._link, self._request = link, request
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._given_up = False
+        self._reusable = False
+
+    def cut(self) -> None:
+        """Whatever the thread waits for ends now."""
+        with self._lock:
+            self._given_up = True
+            if self._sock is not None:
+                with suppress(OSError):  # it may be over already
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _begin(self, first: int) -> bytes:
+        """Send the request; the first so many bytes of its answer. A kept connection may turn out dead: then on a new one."""
+        kept = self._link.take()
+        if kept is not None:
+            try:
+                return self._sent(kept, first)
+            except (ConnectionError, EOFError):
+                if self._given_up:
+                    raise
+                kept.close()
+        return self._sent(self._link.connect(), first)
+
+    def _sent(self, sock: socket.socket, first: int) -> bytes:
+        with self._lock:
+            self._sock = sock
+            if self._given_up:
+                raise ConnectionAbortedError("given up before it was sent")
+        sock.sendall(self._request)
+        answer = sock.recv(first, socket.MSG_WAITALL)
+        if not answer:
+            raise EOFError
+        if len(answer) < first:
+            raise frames.Malformed(f"it answers {answer[:80]!r}")
+        return answer
+
+    def _over(self) -> None:
+        with self._lock:
+            sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        if self._reusable and not self._given_up:
+            self._link.keep(sock)
+        else:
+            sock.close()
+
+    def _exactly(self, room: memoryview) -> None:
+        assert self._sock is not None
+        if self._sock.recv_into(room, 0, socket.MSG_WAITALL) < len(room):
+            raise EOFError
+
+
+class _Question(_Exchange):
+    """Which keys a peer has."""
+
+    def __init__(self, link: TcpLink, keys: Sequence[bytes]) -> None:
+        super().__init__(link, frames.request(frames.HOLDS, link.host, msgspec.msgpack.encode(b"".join(keys))))
+        self._keys = len(keys)
+
+    def run(self) -> list[bool]:
+        head = frames.held_head(self._keys)
+        try:
+            answer = self._begin(len(head) + self._keys)
+            if not answer.startswith(head):
+                raise frames.Malformed(f"it answers {answer[:80]!r}")
+            self._reusable = True
+            return [byte == 1 for byte in answer[len(head) :]]
+        except EOFError:
+            raise ConnectionResetError("the connection ended") from None
+        finally:
+            self._over()
+
+
+class _Blocks(_Exchange):
+    """Blocks, to their places."""
+
+    def __init__(self, link: TcpLink, batch: Sequence[Delivery], ask: frames.Ask) -> None:
+        super().__init__(link, frames.request(frames.BLOCKS, link.host, msgspec.msgpack.encode(ask)))
+        self._batch = batch
+        self._nbytes, self._seconds = 0, 0.0
+
+    def run(self) -> Carried:
+        failed = ""
+        try:
+            self._receive()
+            self._reusable = True
+        except _Unwanted:
+            pass
+        except EOFError:
+            failed = "the connection ended"
+        except (OSError, frames.Malformed) as error:
+            failed = f"{type(error).__name__}: {error}"
+        finally:
+            self._over()
+        return Carried(self._nbytes, self._seconds, "" if self._given_up else failed)
+
+    def _receive(self) -> None:
+        if not any(each.wanted for each in self._batch):
+            raise _Unwanted
+        first = self._begin(len(frames.ANSWER) + frames.FRAME_BYTES)
+        if not first.startswith(frames.ANSWER):
+            raise frames.Malformed(f"it answers {first[:80]!r}")
+        head = first[len(frames.ANSWER) :]
+        for place, delivery in enumerate(self._batch):
+            if place:
+                head = self._line(frames.FRAME_BYTES)
+            frame = frames.parse_frame(head)
+            if frame.place != place:
+                raise frames.Malformed("a frame out of place")
+            self._take(delivery, frame, place)
+        if self._line(len(frames.LAST)) != frames.LAST:
+            raise frames.Malformed("no end of the answer")
+
+    def _line(self, nbytes: int) -> bytes:
+        """So many bytes behind the end of a chunk."""
+        room = bytearray(len(frames.LINE_END) + nbytes)
+        self._exactly(memoryview(room))
+        if not room.startswith(frames.LINE_END):
+            raise frames.Malformed("a chunk without an end")
+        return bytes(room[len(frames.LINE_END) :])
+
+    def _take(self, delivery: Delivery, frame: frames.Frame, place: int) -> None:
+        plan = codec.layout(delivery.block.namespace, delivery.block.name.shard, delivery.block.name.tokens)
+        fits = frame.nbytes <= plan.stored_limit if frame.coded else frame.nbytes == plan.raw_bytes
+        if frame.miss is None and not fits:
+            raise frames.Malformed(f"an object of {frame.nbytes} bytes where {plan.raw_bytes} were expected")
+        if not delivery.begin(self.cut):
+            self._drain(frame.nbytes, place)
+            return
+        outcome: Miss | None = Miss.UNAVAILABLE
+        try:
+            begun = time.perf_counter()
+            outcome = frame.miss or self._land(delivery, frame, place)
+            self._seconds += time.perf_counter() - begun
+        except KVTierError as error:  # such as no zstandard here
+            raise frames.Malformed(str(error)) from error
+        finally:
+            delivery.end(outcome)
+
+    def _land(self, delivery: Delivery, frame: frames.Frame, place: int) -> Miss | None:
+        """To its place, verified."""
+        block, into = delivery.block, delivery.into
+        # A coded one lies beside it first. numpy asks for huge pages, and its memory is real only as far as it is filled.
+        stored = np.empty(frame.nbytes, np.uint8).data if frame.coded else into
+        arriving = codec.Arriving(stored, block.name, block.namespace, into, delivery.tell)
+        for at in range(0, frame.nbytes, SLICE):
+            if not delivery.wanted:
+                self._drain(frame.nbytes - at, place)
+                return Miss.TIMEOUT
+            end = min(at + SLICE, frame.nbytes)
+            self._exactly(stored[at:end])
+            self._nbytes += end - at
+            arriving.arrived(at, end)
+        try:
+            arriving.finish(frame.nbytes)
+        except Corrupt:
+            return Miss.CORRUPT
+        return None
+
+    def _drain(self, nbytes: int, place: int) -> None:
+        """Read what nobody wants, to come to what somebody does."""
+        if not any(each.wanted for each in self._batch[place + 1 :]):
+            raise _Unwanted
+        scratch = memoryview(bytearray(min(nbytes, SLICE)))
+        while nbytes:
+            part = scratch[: min(nbytes, SLICE)]
+            self._exactly(part)
+            nbytes -= len(part)
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], T], cut: Callable[[], None]) -> T:
+    """The work's result; whoever is cancelled cuts it, and waits for its real end."""
+    queued = threads.submit(work)
+    ended = asyncio.wrap_future(queued)
+    try:
+        await asyncio.wait({ended})
+    except asyncio.CancelledError:
+        cut()
+        await until_over(ended)
+        if not ended.cancelled():
+            ended.exception()  # nobody else will look at it
+        raise
+    return ended.result()
+
+
+def _ask(batch: Sequence[Delivery], *, through: bool, speed: int) -> frames.Ask:
+    block = batch[0].block
+    return frames.Ask(
+        tenant=block.namespace.tenant,
+        namespace=block.name.namespace,
+        shard=str(block.name.shard),
+        prefixes=pack_prefixes([each.block.name.prefix_id for each in batch]),
+        tokens=tuple(each.block.name.tokens for each in batch),
+        through=through,
+        speed=speed,
+    )
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
