@@ -6,6 +6,7 @@ and the environment is done by the caller, who passes their content in.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
@@ -305,12 +306,20 @@ def _check(settings: Settings) -> None:
         parse_address(settings.node.listen)
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, field: str = "node.listen") -> tuple[str, int]:
     """`host:port` or `[v6]:port`. Raises `Invalid`."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise Invalid(f"node.listen is {text!r}; write it like 127.0.0.1:7878")
+        raise Invalid(f"{field} is {text!r}; write it like 127.0.0.1:7878")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # --- storage URLs -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ COMMANDS: Final = {
     "warm": ("warm", "Publish a session's prefix, pinned, for everyone in the tenant."),
     "collect": ("collect", "Delete from the bucket what no session names any more."),
     "fsck": ("fsck", "Check the bucket itself, without a node, and repair what may be repaired."),
+    "gateway": ("gateway", "An OpenAI-compatible proxy that sends requests where their first token is cheapest."),
+    "route": ("route", "Where a gateway would send a prompt, and why."),
     "stats": ("stats", "Tiers, queues and requests of a node."),
     "config": ("config", "The configuration in force, and where each value came from."),
 }

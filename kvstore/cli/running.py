@@ -67,7 +67,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
         KVTierError: As :meth:`kvstore.node.Node.open`, and where an address or socket path is taken.
     """
     refuse_more_memory_than_there_is(settings)
-    stop = _stop_on_signals()
+    stop = stop_on_signals()
     limits = Limits(connections=settings.limits.connections, window=settings.dram.window, drain=settings.limits.drain)
     async with Node.open(settings) as node, AsyncExitStack() as faces:
         metrics, url, http = Metrics(), "", ""
@@ -100,7 +100,8 @@ def refuse_more_memory_than_there_is(settings: Settings) -> None:
         raise Invalid(f"dram.size is {output.size(settings.dram.size)}, and {by} leaves {output.size(left)}: lower dram.size")
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
     stop = asyncio.Event()
 
     def handle(number: signal.Signals) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from kvstore.blocks import BlockLease, Blocks
 from kvstore.client.fork import Birth
 from kvstore.client.threads import on_thread
 from kvstore.client.transport import START, Fill, block_patience, check_batch, no_answer, patience
-from kvstore.config import StorageUrl
+from kvstore.config import StorageUrl, is_loopback
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Problem, Unavailable, Unsupported
 from kvstore.ids import BlockName, Link, Namespace, Shard
 
@@ -53,7 +52,7 @@ class HttpTransport:
             Unavailable: Nobody answers.
             Unsupported: The node's version is too far away, or the URL names a tenant, which needs the Unix socket.
         """
-        if not url.allow_http and not _loopback(url.host):
+        if not url.allow_http and not is_loopback(url.host):
             raise Invalid(
                 f"kvtier://{url.host} is another host, and KV would travel unencrypted: add allow_http=true to accept that"
             )
@@ -208,12 +207,6 @@ class HttpTransport:
         except aiohttp.ClientError as error:
             raise no_answer(name, f"the connection failed ({error})", late=False) from None
 
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _query(fields: dict[str, object], inside: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvstore import api
-from kvstore.config import parse_address
+from kvstore.config import is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
@@ -60,7 +59,7 @@ class HttpServer:
             AlreadyExists: The port is taken.
         """
         host, port = parse_address(listen)
-        if not _loopback(host):
+        if not is_loopback(host):
             raise Invalid(
                 f"node.listen is {listen!r}; without access tokens the HTTP API listens on loopback only: use 127.0.0.1:{port}"
             )
@@ -108,13 +107,6 @@ def application(
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
     app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])
     return app
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _host_check(bound: str) -> Middleware:

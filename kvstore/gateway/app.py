@@ -1,0 +1,264 @@
+"""The gateway's HTTP face: OpenAI's routes to the engines, and its own to those who operate it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final, Self
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from kvstore.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.config import parse_address
+from kvstore.errors import AlreadyExists, Invalid, Overloaded, Unavailable
+from kvstore.gateway.asked import CHAT, COMPLETIONS, passed_on
+from kvstore.gateway.choosing import Routing, checked_blocks
+from kvstore.gateway.engines import Engine, Engines
+from kvstore.gateway.proxy import Proxy
+from kvstore.gateway.settings import GatewaySettings
+from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
+from kvstore.mesh.price import Priced
+from kvstore.server.problems import Handler, problems
+from kvstore.service.supervisor import Supervisor
+
+_BODY: Final = 64 << 20
+_MODELS_S: Final = 10.0
+
+
+class RouteAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/route`: exactly one of `token_ids` and `prefix_ids`.
+
+    Attributes:
+        token_ids: The prompt.
+        prefix_ids: Its full blocks, by name; `tokens` says how long it is.
+        tokens: See there.
+        salt: Cache salt of `token_ids`.
+    """
+
+    model: str = ""
+    token_ids: list[int] | None = None
+    prefix_ids: list[str] | None = None
+    tokens: int = 0
+    salt: str = ""
+
+
+class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, and what was predicted for it."""
+
+    engine: str
+    url: str
+    predicted: Priced
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: the cheapest first."""
+
+    candidates: list[RouteChoice]
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as it is now."""
+
+    engine: str
+    url: str
+    up: bool
+    draining: bool
+    running: int
+    sent: int
+    failed: int
+
+
+class Gateway:
+    """A running gateway. Make one with `open`.
+
+    Attributes:
+        url: Where it listens.
+        routing: What decides.
+    """
+
+    def __init__(self, url: str, routing: Routing) -> None:
+        self.url, self.routing = url, routing
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: GatewaySettings, *, clock: Clock | None = None, ids: Ids | None = None) -> AsyncIterator[Self]:
+        """Serve until the end of the block; then requests under way may end.
+
+        Raises:
+            Invalid: No engine, or a setting that does not fit.
+            Unsupported: The tokenizer is not here.
+            AlreadyExists: The address is taken.
+        """
+        clock, ids = clock or SystemClock(), ids or RandomIds()
+        host, port = parse_address(settings.listen)
+        async with AsyncExitStack() as lifetime:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+            session = await lifetime.enter_async_context(
+                aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+            )
+            engines = Engines(settings.engines, session)
+            words = OwnTokenizer(settings.tokenizer) if settings.tokenizer else EngineTokenizer(session)
+            routing = Routing(engines, words, model=settings.model, jitter=ids.jitter, monotonic=clock.monotonic)
+            lifetime.push_async_callback(routing.whereabouts.aclose)
+            await engines.look()
+            background = Supervisor(clock, ids)
+            lifetime.push_async_callback(background.aclose)
+            background.run("engines", engines.watch)
+            background.run("nodes", routing.whereabouts.keep)
+            background.run("events", routing.follow)
+            proxy = Proxy(routing, session, settings.bounds, header=settings.header)
+            app = _Face(engines, routing, proxy, session).application(settings.requests)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=30, handler_cancellation=True)
+            await runner.setup()
+            lifetime.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise AlreadyExists(f"{settings.listen}: {error.strerror}", remedy="set another --listen") from None
+            yield cls(f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}", routing)
+
+
+def _at_most(limit: int) -> Middleware:
+    running = 0
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal running
+        if running >= limit and request.path in {CHAT, COMPLETIONS}:
+            raise Overloaded(f"{running} requests are being served; the limit is {limit}")
+        running += 1
+        try:
+            return await handler(request)
+        finally:
+            running -= 1
+
+    return count
+
+
+class _Face:
+    """The handlers of all but completions."""
+
+    def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession) -> None:
+        self._engines, self._routing, self._proxy, self._session = engines, routing, proxy, session
+
+    def application(self, requests: int) -> web.Application:
+        """Every route."""
+        app = web.Application(middlewares=[problems, _at_most(requests)], client_max_size=_BODY)
+        app.add_routes(
+            [
+                web.post(CHAT, self._proxy.handle),
+                web.post(COMPLETIONS, self._proxy.handle),
+                web.get("/v1/models", self.models),
+                web.post("/v1/route", self.route),
+                web.get("/v1/engines", self.engines),
+                web.post("/v1/engines/{name}/{what:drain|resume}", self.drain),
+                web.get("/healthz", self.healthy),
+                web.get("/readyz", self.ready),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        """As an engine says."""
+        said = request.headers.get("Authorization")
+        headers = {"Authorization": said} if said else {}
+        for engine in self._engines.ready:
+            try:
+                asking = self._session.get(
+                    f"{engine.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=_MODELS_S)
+                )
+                async with asking as answer:
+                    return web.Response(body=await answer.read(), status=answer.status, headers=passed_on(answer.headers))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                engine.down(repr(error))
+        raise Unavailable("no engine is up")
+
+    async def route(self, request: web.Request) -> web.Response:
+        """Where a prompt would go."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=RouteAsked)
+        except msgspec.MsgspecError as error:
+            raise Invalid(f"body: {error}") from None
+        if (asked.token_ids is None) == (asked.prefix_ids is None):
+            raise Invalid("name the prompt by exactly one of token_ids and prefix_ids")
+        ready, routing = self._engines.ready, self._routing
+        if asked.token_ids is not None:
+            plan = await routing.plan(asked.token_ids, asked.salt, ready)
+        else:
+            blocks = checked_blocks(asked.prefix_ids or [])
+            plan = await routing.planned(blocks, asked.tokens or len(blocks) * routing.namespace.block_tokens, ready)
+        found = [RouteChoice(engine=each.name, url=each.url, predicted=plan.priced[each.name]) for each in plan.engines]
+        return _json(Routes(candidates=found))
+
+    async def engines(self, _: web.Request) -> web.Response:
+        """All of them."""
+        return _json([_state(engine) for engine in self._engines.all.values()])
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """No more requests to one, or again."""
+        engine = self._engines.get(request.match_info["name"])
+        engine.draining = request.match_info["what"] == "drain"
+        return _json(_state(engine))
+
+    async def healthy(self, _: web.Request) -> web.Response:
+        """The process lives."""
+        return web.Response(text="ok")
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """And has an engine."""
+        if not self._engines.ready:
+            raise Unavailable("no engine takes requests now")
+        return web.Response(text="ok")
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For Prometheus."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        registry = CollectorRegistry()
+        registry.register(_Counted(self._engines, self._proxy))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+
+def _json(value: msgspec.Struct | list[EngineState]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _state(engine: Engine) -> EngineState:
+    return EngineState(
+        engine=engine.name,
+        url=engine.url,
+        up=engine.up,
+        draining=engine.draining,
+        running=engine.running,
+        sent=engine.sent,
+        failed=engine.failed,
+    )
+
+
+class _Counted(Collector):
+    def __init__(self, engines: Engines, proxy: Proxy) -> None:
+        self._engines, self._proxy = engines, proxy
+
+    def collect(self) -> list[Metric]:
+        requests = CounterMetricFamily("kvtier_gateway_requests", "Requests, by how they ended.", labels=["outcome"])
+        for outcome, count in self._proxy.counts.items():
+            requests.add_metric([outcome], count)
+        up = GaugeMetricFamily("kvtier_gateway_engine_up", "Whether it answers.", labels=["engine"])
+        running = GaugeMetricFamily("kvtier_gateway_engine_running", "Requests that it works on.", labels=["engine"])
+        sent = CounterMetricFamily("kvtier_gateway_engine_sent", "Requests that it was sent.", labels=["engine"])
+        failed = CounterMetricFamily("kvtier_gateway_engine_failed", "Of those, failed before the first byte.", labels=["engine"])
+        for engine in self._engines.all.values():
+            up.add_metric([engine.name], engine.up)
+            running.add_metric([engine.name], engine.running)
+            sent.add_metric([engine.name], engine.sent)
+            failed.add_metric([engine.name], engine.failed)
+        return [requests, up, running, sent, failed]

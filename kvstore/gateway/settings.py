@@ -1,0 +1,80 @@
+"""What a gateway is told: `gateway.toml`, and flags over it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvstore.config import is_loopback, parse_address
+from kvstore.errors import Invalid
+from kvstore.gateway.engines import EngineSettings
+from kvstore.gateway.proxy import Bounds
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file.
+
+    Attributes:
+        engines: `[engines.<name>]`.
+        listen: Its own address.
+        anonymous: Whether it may listen beyond loopback, where anybody who reaches it can use the engines.
+        model: Of the engines, as their KV's namespace has it; "" where no node is asked.
+        tokenizer: Folder or id of the model's tokenizer; "" asks the engines.
+        header: A further header that may hold a session's id.
+        requests: At a time; more are refused.
+        bounds: `[bounds]`: of each.
+    """
+
+    engines: dict[str, EngineSettings] = {}
+    listen: str = "127.0.0.1:7900"
+    anonymous: bool = False
+    model: str = ""
+    tokenizer: str = ""
+    header: str = ""
+    requests: int = 1024
+    bounds: Bounds = Bounds()
+
+
+def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), **flags: object) -> GatewaySettings:
+    """Settings from a file's text and flags.
+
+    Args:
+        text: Of the file.
+        name: Of the file, for errors.
+        engines: `name=url`, with `,node=...`, `,events=...` and the other settings of an engine behind it; over the file's.
+        flags: Other settings; None and "" mean that they were not given.
+
+    Raises:
+        Invalid: The file is not TOML, or something in it or in the flags does not fit.
+    """
+    try:
+        found: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise Invalid(f"{name} is not valid TOML: {error}") from None
+    found |= {key: value for key, value in flags.items() if value not in {None, ""}}
+    table = found.get("engines", {})
+    found["engines"] = (table if isinstance(table, dict) else {}) | dict(map(_engine, engines))
+    try:
+        settings = msgspec.convert(found, GatewaySettings)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"{name}: {error}") from None
+    host, port = parse_address(settings.listen, "listen")
+    if not is_loopback(host) and not settings.anonymous:
+        raise Invalid(
+            f"listen is {settings.listen!r}, and a gateway asks nobody who they are",
+            remedy=f"use 127.0.0.1:{port} behind a proxy that does, or set anonymous = true on a network that you trust",
+        )
+    return settings
+
+
+def _engine(text: str) -> tuple[str, dict[str, object]]:
+    name, equals, rest = text.partition("=")
+    url, *more = rest.split(",")
+    pairs = [each.partition("=") for each in more]
+    if not name or not equals or not url or not all(each[1] for each in pairs):
+        raise Invalid(f"--engine is {text!r}; write it like a=http://127.0.0.1:8000,node=kvtier://127.0.0.1:7878")
+    settings: dict[str, object] = {"url": url, **{key: int(value) if value.isdigit() else value for key, _, value in pairs}}
+    return name, settings

@@ -1,0 +1,100 @@
+"""What the nodes beside the engines have of a prompt: they are asked, all at once, for as long as it is worth it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Final
+
+from kvstore.client import Client
+from kvstore.client.opening import connect
+from kvstore.errors import KVTierError
+from kvstore.ids import Namespace, PrefixId, Shard
+from kvstore.mesh.router import Router
+
+log = logging.getLogger(__name__)
+WAIT_MS: Final = 50
+_AGAIN_S: Final = 5.0  # until a node that could not be reached is tried again
+
+
+class Whereabouts:
+    """Tells a router what nodes hold.
+
+    Args:
+        router: Is told.
+        nodes: Storage URLs of the nodes, each of which is a node's name, too; and a shard of the engine beside it, which stands for
+            all of them.
+    """
+
+    def __init__(self, router: Router, nodes: Mapping[str, Shard]) -> None:
+        self._router = router
+        self._nodes = {url: [str(shard)] for url, shard in nodes.items()}
+        self._clients: dict[str, Client] = {}
+
+    async def keep(self) -> None:
+        """Connect to nodes, those that come back included. Runs until cancelled."""
+        while True:
+            for url in self._nodes:
+                if url not in self._clients:
+                    try:
+                        self._clients[url] = await connect(url)
+                    except (KVTierError, OSError) as error:
+                        log.info("node %s is not reached: %s", url, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def aclose(self) -> None:
+        """Let go of the nodes."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.aclose()
+
+    async def namespace(self, model: str) -> Namespace | None:
+        """The namespace under which a model's KV is stored: the one with most blocks. None where there is none yet."""
+        for client in list(self._clients.values()):
+            try:
+                found = (await client.list_namespaces()).namespaces
+            except (KVTierError, OSError):
+                continue
+            fits = [each for each in found if each.fields.model == model and each.fields.identity == "tokens"]
+            if fits:
+                return max(fits, key=lambda each: each.blocks).fields
+        return None
+
+    async def look(
+        self, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Mapping[str, set[bytes]]
+    ) -> None:
+        """Ask every node how much of a chain it has, and believe it.
+
+        Args:
+            namespace: Of the chain.
+            prefixes: Its blocks.
+            keys: The same, as a router has them.
+            fresh: By node, blocks that an engine beside it computes now: it does not have them yet, and will.
+        """
+        if prefixes:
+            await asyncio.gather(*(self._ask(url, namespace, prefixes, keys, fresh.get(url, set())) for url in self._clients))
+
+    async def _ask(
+        self, url: str, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: set[bytes]
+    ) -> None:
+        client = self._clients[url]
+        try:
+            async with asyncio.timeout(2 * WAIT_MS / 1e3):
+                found = await client.lookup(namespace=namespace, prefix_ids=prefixes, shards=self._nodes[url], deadline_ms=WAIT_MS)
+        except (KVTierError, OSError, TimeoutError) as error:
+            log.info("node %s did not say what it has: %r", url, error)
+            return
+        at = 0
+        for tier, blocks in groupby(found.tiers):
+            run = keys[at : at + len(list(blocks))]
+            at += len(run)
+            if tier == "bucket":
+                self._router.bucket_has(run)
+                self._router.node_lost(url, [key for key in run if key not in fresh])
+            else:
+                self._router.node_has(url, run, disk=tier == "nvme")
+        gone = [key for key in keys[at:] if key not in fresh]
+        self._router.node_lost(url, gone)
+        self._router.node_lost(url, gone, disk=True)
