@@ -33,7 +33,9 @@ import kvstore
 from kvstore import codec
 from kvstore.clock import SystemClock
 from kvstore.connectors.hf import SessionCache
-from kvstore.connectors.hf_cache import Geometry
+from kvstore.connectors.hf_cache import Geometry, empty_cache
+from kvstore.connectors.hf_deliver import Part
+from kvstore.connectors.hf_fill import fill
 from kvstore.demo.model import smollm2
 from kvstore.ids import Shard, chain
 from kvstore.objects.seaweed import SeaweedFS
@@ -105,7 +107,8 @@ class Session:
         self.nbytes = kept.nbytes
         noise = torch.randn(kept.size, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
         kept[:] = noise.view(torch.uint16).numpy().reshape(kept.shape)
-        self._original = self.geometry.cache(model, torch.from_numpy(kept).view(torch.bfloat16))
+        self._original = empty_cache(model)
+        fill(self._original, [[Part(self.geometry, 0, torch.from_numpy(kept).view(torch.bfloat16))]], [0], TOKENS)
         self._cache.commit(SESSION, self.ids(), self._original, durability="bucket")
         self.empty()
 

@@ -40,7 +40,7 @@ def main(session: str, words: str) -> None:
         sessions = SessionCache(model, kv)
         past = sessions.restore(session, prompt)
         print(f"{past.tokens.size} of {prompt.shape[1]} tokens were read before", file=sys.stderr)
-        output = model.generate(prompt, past_key_values=past.past_key_values, max_new_tokens=60, do_sample=False)
+        output = model.generate(prompt, **past.cache, max_new_tokens=60, do_sample=False)
         receipt = sessions.commit(session, output, past.past_key_values, durability="bucket")
         print(f"version {receipt.version} is in the bucket: {receipt.tokens} tokens", file=sys.stderr)
 

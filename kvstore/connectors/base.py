@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.connectors.revisions import model_name
 from kvstore.errors import Unsupported
-from kvstore.ids import Link, Namespace, PrefixId, block_id, canonical_json
+from kvstore.ids import Group, Link, Namespace, PrefixId, block_id, canonical_json
 
 # These rescale the frequencies by the length of the whole sequence, so K of a prefix depends on what comes after it.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -24,8 +24,9 @@ def model_namespace(
     block_tokens: int = 256,
     model: str = "",
     lora: str = "",
+    groups: tuple[Group, ...] = (Group(),),
 ) -> Namespace:
-    """The namespace of a decoder with full attention, from its configuration as Hugging Face spells it (`config.json`).
+    """The namespace of a decoder, from its configuration as Hugging Face spells it (`config.json`).
 
     Args:
         config: The decoder's own fields: of a multimodal model, those of its text part.
@@ -34,6 +35,7 @@ def model_namespace(
         tenant: As in `Namespace`.
         block_tokens: As in `Namespace`.
         lora: As in `Namespace`.
+        groups: As in `Namespace`.
         model: Model id; by default where the configuration was loaded from. Of a local folder only the last part counts, so that
             the same model resumes on a machine that keeps it elsewhere.
 
@@ -58,6 +60,7 @@ def model_namespace(
         dtype=dtype,
         block_tokens=block_tokens,
         tenant=tenant,
+        groups=groups,
     )
 
 

@@ -48,7 +48,7 @@ class Passes:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < LEAST_TOKENS:
             return
-        past = kwargs.get("past_key_values")
+        past = kwargs.get("cache", kwargs.get("past_key_values"))  # the former from transformers 5.24 on
         start = 0 if past is None else int(past.get_seq_length())
         self._running = (start, int(ids.shape[1]), _moment(ids.device))
 

@@ -5,8 +5,9 @@ Importing this imports torch: `hf_cache` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -83,28 +84,46 @@ class DeviceRoom:
         self._lane.join()
 
 
+class Source(NamedTuple):
+    """What a layer of a cache has of one sequence.
+
+    Attributes:
+        first: The first token it has.
+        keys: From there on, `[kv_heads, tokens, head_dim]`.
+        values: Likewise.
+    """
+
+    first: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def part(self, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens from `start` on, `[tokens, kv_heads, head_dim]` each: as blocks have them."""
+        begin = start - self.first
+        return self.keys[:, begin : begin + tokens].transpose(0, 1), self.values[:, begin : begin + tokens].transpose(0, 1)
+
+
 class Leaving:
     """Copies blocks out of a cache on a device, behind what the caller's stream was computing when this was made.
 
     Args:
-        cache: A `DynamicCache`; it stays as it is.
+        sources: The cache's layers; they stay as they are.
         shape: Of the largest block.
         dtype: Of its elements.
         device: The cache's.
     """
 
-    def __init__(self, cache: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._cache, self._lane = cache, Lane(device)
+    def __init__(self, sources: Sequence[Source], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._sources, self._lane = sources, Lane(device)
         self._pinned = Pinned(shape, dtype, self._lane)
 
     def copy_out(self, start: int, kv: np.ndarray) -> None:
         """Copy the tokens from `start` on, as many as `kv` has room for. From any thread, one at a time."""
         host, bits = self._pinned.part(kv.shape)
         with self._lane.current():
-            for target, layer in zip(host, self._cache.layers, strict=True):
-                for part, source in zip(target, (layer.keys, layer.values), strict=True):
-                    tokens = source.detach()[0, :, start : start + kv.shape[2]].transpose(0, 1)
-                    part.copy_(tokens, non_blocking=self._lane.cuda)
+            for source, parts in zip(self._sources, host, strict=True):
+                for target, tokens in zip(parts, source.part(start, kv.shape[2]), strict=True):
+                    target.copy_(tokens, non_blocking=self._lane.cuda)
         self._pinned.used()
         self._pinned.wait()
         np.copyto(kv, bits)

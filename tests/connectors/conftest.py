@@ -50,6 +50,47 @@ def model(make_model):
     return make_model()
 
 
+@pytest.fixture(scope="session")
+def make_window_model(torch, transformers):
+    """Builds a model with sliding windows: `gemma3` has them in two layers of four, `mistral` in both of two."""
+
+    def make(kind="gemma3", window=24, **changes):
+        fields = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4 if kind == "gemma3" else 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "sliding_window": window,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+        }
+        torch.manual_seed(1)
+        if kind == "gemma3":
+            layers = ["sliding_attention", "full_attention"] * 2
+            config = transformers.Gemma3TextConfig(**(fields | {"layer_types": layers} | changes))
+            return transformers.Gemma3ForCausalLM(config).eval()
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**(fields | changes))).eval()
+
+    return make
+
+
+@pytest.fixture
+def greedy(torch):
+    """`greedy(model, ids, past)`: prompt and answer of 9 tokens; without a store where there is no `past`."""
+
+    def run(model, ids, past=None, **settings):
+        cache = past.cache if past is not None else {}
+        with torch.inference_mode():
+            return model.generate(ids, **cache, **({"max_new_tokens": 9, "do_sample": False} | settings))
+
+    return run
+
+
 @pytest.fixture
 def prompt(torch):
     """`prompt(n)`: n token ids, shape [1, n]; a longer one begins like a shorter one."""

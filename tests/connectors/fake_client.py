@@ -16,9 +16,14 @@ def ident(namespace):
     return getattr(namespace, "id", namespace)
 
 
+def place(namespace, shard, prefix_id):
+    """Where a block is: of another attention group than the first one, the shard says which."""
+    return (ident(namespace), prefix_id, *([str(shard)] if str(shard) != SHARD else []))
+
+
 class FakeClient:
     def __init__(self):
-        self.blocks = {}  # (namespace id, prefix id) -> raw object
+        self.blocks = {}  # `place` -> raw object
         self.sessions = {}  # (session, namespace id) -> list of versions, each a list of links
         self.branches = {}  # (session, namespace id) -> which of the sessions of that id it is now
         self.puts = []  # links offered, in order
@@ -81,7 +86,7 @@ class FakeClient:
     def lookup(self, *, namespace, prefix_ids, shards, reach="bucket"):
         self._up()
         run = 0
-        while run < len(prefix_ids) and (ident(namespace), prefix_ids[run]) in self.blocks:
+        while run < len(prefix_ids) and all(place(namespace, shard, prefix_ids[run]) in self.blocks for shard in shards):
             run += 1
         near = run if self.near is None else min(run, self.near)
         return api.Found(
@@ -92,7 +97,7 @@ class FakeClient:
         self._up()
         leases, miss = [], ""
         for link in links:
-            raw = self.blocks.get((namespace.id, link.prefix_id))
+            raw = self.blocks.get(place(namespace, shard, link.prefix_id))
             if raw is None:
                 miss = "absent"
                 break
@@ -116,7 +121,7 @@ class FakeClient:
             raw = bytearray(found.raw_bytes)
             fill(index, memoryview(raw)[found.header_bytes :])
             codec.seal(memoryview(raw), BlockName(namespace.id, shard, link.prefix_id, link.tokens), namespace)
-            self.blocks[namespace.id, link.prefix_id] = raw
+            self.blocks[place(namespace, shard, link.prefix_id)] = raw
             taken.append(True)
         return taken
 

@@ -58,7 +58,7 @@ def choice(now):
 @pytest.fixture
 def sessions(model, kv, choice, prompt, prefill):
     sessions = SessionCache(model, kv, block_tokens=B, compute_or_load=choice)
-    sessions._passes.remove()  # this machine's speed is another one every time
+    sessions._choosing.passes.remove()  # this machine's speed is another one every time
     sessions.commit("s", prompt(10 * B), prefill(model, prompt(10 * B)))
     return sessions
 
@@ -168,9 +168,12 @@ def test_the_models_own_passes_are_timed_and_steps_of_decoding_are_not(torch, ma
     assert seen[1:] == [(0, 30, True), (30, 30, True)]
     model(prompt(40).repeat(2, 1))  # several sequences are another speed
     assert len(seen) == 3
+    sessions.commit("s", answer[:, :60], past)
+    model.generate(answer, **sessions.restore("s", answer[:, :45]).cache, max_new_tokens=2, do_sample=False)
+    assert seen[3:] == [(44, 26, True)]
     del sessions
     gc.collect()
     model(prompt(40))
-    assert len(seen) == 3
+    assert len(seen) == 4
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

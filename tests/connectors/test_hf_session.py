@@ -66,7 +66,7 @@ def test_generate_continues_as_without_a_store(torch, model, kv, sessions, promp
     one, more = prompt(50), prompt(58)[:, 50:]
     settings = {"max_new_tokens": 9, "do_sample": False}
     first = sessions.restore("s", one)
-    answer = model.generate(one, past_key_values=first.past_key_values, **settings)
+    answer = model.generate(one, **first.cache, **settings)
     receipt = sessions.commit("s", answer, first.past_key_values)
     assert receipt.tokens == 58  # the 59th token was sampled and never computed
 
@@ -74,9 +74,16 @@ def test_generate_continues_as_without_a_store(torch, model, kv, sessions, promp
     again = SessionCache(model, kv, block_tokens=B)  # another process
     second = again.restore("s", two)
     assert second.tokens.size == 58
-    continued = model.generate(two, past_key_values=second.past_key_values, **settings)
+    continued = model.generate(two, **second.cache, **settings)
     assert torch.equal(continued, model.generate(two, **settings))
     assert again.commit("s", continued, second.past_key_values).version == 2
+
+
+def test_generate_takes_the_cache_under_its_own_name_for_it_and_warns_of_nothing(model, sessions, prompt, recwarn):
+    past = sessions.restore("s", prompt(40))
+    answer = model.generate(prompt(40), **past.cache, max_new_tokens=3, do_sample=False)
+    assert [str(warning.message) for warning in recwarn if warning.category is FutureWarning] == []
+    assert sessions.commit("s", answer, past.past_key_values).tokens == 42
 
 
 def test_b25_a_stored_prompt_leaves_one_token_to_compute(torch, model, sessions, prompt, prefill):
@@ -86,9 +93,7 @@ def test_b25_a_stored_prompt_leaves_one_token_to_compute(torch, model, sessions,
         restored = sessions.restore(f"s{n}", ids)
         assert restored.tokens.size == restored.past_key_values.get_seq_length() == n - 1
         settings = {"max_new_tokens": 5, "do_sample": False}
-        assert torch.equal(
-            model.generate(ids, past_key_values=restored.past_key_values, **settings), model.generate(ids, **settings)
-        )
+        assert torch.equal(model.generate(ids, **restored.cache, **settings), model.generate(ids, **settings))
     exact = prompt(2 * B)
     assert sessions.reusable(exact) == 2 * B - 1 == sessions.reuse(exact).past_key_values.get_seq_length()
     assert sessions.reusable(prompt(1)) == 0 == sessions.reuse(prompt(1)).past_key_values.get_seq_length()
@@ -308,7 +313,7 @@ def test_a_hole_ends_it_and_what_was_asked_for_behind_it_goes_back(torch, model,
 
 def test_dropped_blocks_are_offered_again(model, kv, sessions, prompt, prefill, monkeypatch):
     pauses = []
-    monkeypatch.setattr("kvstore.connectors.hf.time.sleep", pauses.append)
+    monkeypatch.setattr("kvstore.connectors.hf_store.time.sleep", pauses.append)
     kv.refuse_puts = 2
     receipt = sessions.commit("s", prompt(3 * B), prefill(model, prompt(3 * B)))
     assert (receipt.tokens, receipt.cut, len(pauses)) == (3 * B, False, 1)
@@ -317,7 +322,7 @@ def test_dropped_blocks_are_offered_again(model, kv, sessions, prompt, prefill, 
 
 
 def test_a_node_that_takes_no_more_commits_the_beginning(model, kv, sessions, prompt, prefill, monkeypatch):
-    monkeypatch.setattr("kvstore.connectors.hf.time.sleep", lambda _: None)
+    monkeypatch.setattr("kvstore.connectors.hf_store.time.sleep", lambda _: None)
     sessions.commit("s", prompt(2 * B), prefill(model, prompt(2 * B)))
     kv.refuse_puts = 1000
     receipt = sessions.commit("s", prompt(4 * B), prefill(model, prompt(4 * B)))
@@ -351,24 +356,15 @@ def test_wrong_calls_are_refused(torch, model, sessions, prompt, prefill):
 
 
 def test_caches_that_cannot_be_stored_are_refused_at_once(transformers, make_model, model, kv, sessions, prompt):
-    with pytest.raises(Unsupported, match="DynamicSlidingWindowLayer"):
-        SessionCache(
-            transformers.MistralForCausalLM(
-                transformers.MistralConfig(
-                    vocab_size=9,
-                    hidden_size=8,
-                    intermediate_size=8,
-                    num_hidden_layers=1,
-                    num_attention_heads=1,
-                    num_key_value_heads=1,
-                    sliding_window=4,
-                )
-            ),
-            kv,
-        )
-    static = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(Unsupported, match="a StaticCache of StaticLayer"):
-        sessions.commit("s", prompt(20), static)
+    linear = make_model()
+    linear.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(Unsupported, match="layer 1 of this model keeps a LinearAttentionLayer"):
+        SessionCache(linear, kv)
+    quantized = type("QuantizedCache", (), {"layers": [type("QuantizedLayer", (transformers.cache_utils.DynamicLayer,), {})()]})
+    with pytest.raises(Unsupported, match="a QuantizedCache of QuantizedLayer"):
+        sessions.commit("s", prompt(20), quantized())
+    with pytest.raises(Unsupported, match="a dict of nothing"):
+        sessions.commit("s", prompt(20), {})
     scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(Unsupported, match="RoPE of type 'dynamic'"):
         SessionCache(make_model(rope_parameters=scaled), kv)

@@ -130,6 +130,8 @@ def test_values_and_connectors_are_light(package):
         # Halves that need torch, and an engine's own kind of class, which it loads itself; agents have httpx.
         loaded_later = {
             "hf_cache",
+            "hf_fill",
+            "hf_held",
             "hf_staging",
             "vllm",
             "vllm_tier",

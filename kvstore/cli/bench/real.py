@@ -25,6 +25,7 @@ def measure(folder: Path) -> Iterator[Line]:
     try:
         torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
         cache = importlib.import_module("kvstore.connectors.hf_cache")
+        hold = importlib.import_module("kvstore.connectors.hf_held").hold
     except ModuleNotFoundError as error:
         raise Unsupported(f"--hf-model needs {error.name}", remedy="pip install 'kvtier[hf]'") from error
     try:
@@ -43,11 +44,11 @@ def measure(folder: Path) -> Iterator[Line]:
     space = model_namespace(cache.decoder_config(model), revision="bench", dtype="BF16", block_tokens=_TOKENS)
     shard, tokens = Shard(), as_tokens(cache.as_ids(ids))
     geometry, plan = cache.Geometry(namespace=space, shard=shard), codec.layout(space, shard, _TOKENS)
-    stored, links = 0, chain(space, tokens)
+    stored, links, copy_out = 0, chain(space, tokens), hold(past, space).leaving(geometry)
     for index, link in enumerate(links):
         raw = np.empty(plan.raw_bytes, np.uint8).data
         values, names = geometry.payload(raw[plan.header_bytes :], link.tokens)
-        geometry.copy_out(past, index * _TOKENS, values)
+        copy_out(index * _TOKENS, values)
         names[:] = tokens[index * _TOKENS : (index + 1) * _TOKENS]
         name = BlockName(space.id, shard, link.prefix_id, link.tokens)
         codec.seal(raw, name, space)
