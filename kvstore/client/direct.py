@@ -43,6 +43,11 @@ class Asked:
         self._line, self._body = line, body
         self._number: int | None = None
 
+    def send(self) -> None:
+        """Ask, unless it was. Where that must wait, the next `poll` tries again. Raises as `poll`."""
+        if self._number is None:
+            self._number = self._line.begin(lambda number: wire.Ask(number, "lookup", self._body, wait=False))
+
     def poll(self) -> api.Found | None:
         """The answer, None while there is none.
 
@@ -50,8 +55,7 @@ class Asked:
             Unavailable: The node has to wait for it (kind `timeout`), or is gone: ask it in another way.
             KVTierError: Whatever the node answered.
         """
-        if self._number is None:
-            self._number = self._line.begin(lambda number: wire.Ask(number, "lookup", self._body, wait=False))
+        self.send()
         said = None if self._number is None else self._line.answer(self._number)
         if said is None:
             return None
@@ -128,7 +132,14 @@ class Direct:
         if line is None or line.lost is not None or not self._birth.here:
             return None
         body = msgspec.msgpack.encode(request)
-        return Asked(line, msgspec.Raw(body)) if len(body) < SMALL - _HEAD else None
+        if len(body) > SMALL - _HEAD:
+            return None
+        asked = Asked(line, msgspec.Raw(body))
+        try:
+            asked.send()
+        except KVTierError:
+            return None
+        return asked
 
     def put(self, namespace: Namespace, shard: Shard, links: Sequence[Link], fill: Fill) -> list[bool] | None:
         """Whether each block was taken; None where that takes the long way. `fill` is called on this thread."""

@@ -33,6 +33,7 @@ from kvstore.connectors.pages import SAVE_S, Pages
 from kvstore.connectors.revisions import model_name, weights_revision
 from kvstore.connectors.transfers import Transfer
 from kvstore.connectors.verdicts import MISS, Verdicts
+from kvstore.copying import copy
 from kvstore.ids import Namespace, Shard, canonical_json
 
 IDENTITY: Final = "vllm-block-hash"
@@ -124,7 +125,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
 
         def fill(index: int, room: memoryview) -> None:
-            np.copyto(np.frombuffer(room, np.uint8), self._row(rows[index]))
+            copy(room, self._row(rows[index]))
 
         self._begin(job_metadata.job_id, keys, self._pages.save(keys, fill), is_load=False)
 
@@ -133,7 +134,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
 
         def place(index: int, page: memoryview) -> None:
-            np.copyto(self._row(rows[index]), np.frombuffer(page, np.uint8))
+            copy(self._row(rows[index]), page)
 
         transfer = self._pages.load(keys, place, near=self._verdicts.near(keys))
         self._begin(job_metadata.job_id, keys, transfer, is_load=True)
