@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Final
 
 from kvstore.codec.block import check_tensor, decode, place_tensor, verify
@@ -16,8 +17,11 @@ from kvstore.codec.sharing import Share
 from kvstore.errors import Corrupt, Invalid
 from kvstore.ids import BlockName, Namespace
 
-_TURNS: Final = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
-"""Threads that digest and decode at one time: more than there are cores would only keep the event loop waiting."""
+_TURNS: Final[SimpleQueue[None]] = SimpleQueue()
+"""One for each thread that may digest and decode: more than there are cores would only keep the event loop waiting. `threading`'s
+semaphores are written in Python, and held the interpreter for a fifth of what was to be done in a turn."""
+for _ in range(max(1, len(os.sched_getaffinity(0)))):
+    _TURNS.put(None)
 
 
 class Arriving:
@@ -77,16 +81,18 @@ class Arriving:
         if not ready or header is None:
             return
         error = None
-        with _TURNS:
-            try:
-                payload = self._stored[header.header_bytes :]
-                for index in ready:
-                    if self._in_place:
-                        check_tensor(header, index, payload)
-                    else:
-                        place_tensor(header, index, payload, self._into)
-            except Corrupt as found:
-                error = found
+        _TURNS.get()
+        try:
+            payload = self._stored[header.header_bytes :]
+            for index in ready:
+                if self._in_place:
+                    check_tensor(header, index, payload)
+                else:
+                    place_tensor(header, index, payload, self._into)
+        except Corrupt as found:
+            error = found
+        finally:
+            _TURNS.put(None)
         with self._lock:
             if attempt is self._attempt:
                 self._error = self._error or error
@@ -169,12 +175,12 @@ class Arriving:
 
     def _completed(self, header: Header, start: int, end: int) -> list[int]:
         start, end = max(0, start - header.header_bytes), min(end - header.header_bytes, header.starts[-1])
-        found: list[int] = []
-        index = bisect_right(header.starts, start) - 1
-        while start < end:
-            upto = min(end, header.starts[index + 1])
-            self._missing[index] -= upto - start
-            if not self._missing[index]:
-                found.append(index)
-            start, index = upto, index + 1
-        return found
+        if start >= end:
+            return []
+        first, last = bisect_right(header.starts, start) - 1, bisect_left(header.starts, end) - 1
+        missing, starts = self._missing, header.starts
+        missing[first] -= min(end, starts[first + 1]) - start
+        if last > first:
+            missing[last] -= end - starts[last]
+            missing[first + 1 : last] = [0] * (last - first - 1)  # whole
+        return [index for index in range(first, last + 1) if not missing[index]]

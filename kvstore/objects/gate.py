@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 from kvstore.errors import Overloaded
+
+
+class Held:
+    """Room at a gate, for the length of a block. Every block read passes here: a generator would cost it more."""
+
+    __slots__ = ("_gate", "_size")
+
+    def __init__(self, gate: ByteGate, size: int) -> None:
+        self._gate, self._size = gate, size
+
+    async def __aenter__(self) -> None:
+        await self._gate.take(self._size)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._gate.give_back(self._size)
 
 
 class ByteGate:
@@ -44,17 +58,16 @@ class ByteGate:
         """Whether a request of so many bytes would pass at once."""
         return not self._waiting and self._held + min(nbytes, self._limit) <= self._limit
 
-    @asynccontextmanager
-    async def hold(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait for room, and keep it for the length of the block."""
-        size = min(nbytes, self._limit)
-        await self._take(size)
-        try:
-            yield
-        finally:
-            self._give_back(size)
+    def hold(self, nbytes: int) -> Held:
+        """Wait for room, and keep it for the length of an `async with` block."""
+        return Held(self, min(nbytes, self._limit))
 
-    async def _take(self, size: int) -> None:
+    async def take(self, size: int) -> None:
+        """Wait for room for so many bytes, at most the limit; `give_back` them.
+
+        Raises:
+            Overloaded: There was no room for too long.
+        """
         if not self._waiting and self._held + size <= self._limit:
             self._held += size
             return
@@ -65,7 +78,7 @@ class ByteGate:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # let through and given up in the same instant
-                self._give_back(size)
+                self.give_back(size)
             else:
                 if (size, turn) in self._waiting:
                     self._waiting.remove((size, turn))
@@ -77,7 +90,8 @@ class ByteGate:
                 ) from None
             raise
 
-    def _give_back(self, size: int) -> None:
+    def give_back(self, size: int) -> None:
+        """What was taken."""
         self._held -= size
         self._let_through()
 

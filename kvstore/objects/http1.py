@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 from typing import Final
 
 import msgspec
@@ -71,6 +72,20 @@ class Connection:
         self.sock = sock
         self.reusable = False
         self._plain = not isinstance(sock, ssl.SSLSocket)
+        self._bound = 0.0
+
+    def bound(self, seconds: float) -> None:
+        """A single read or write takes so long at most: in the kernel, for Python's own timeouts poll before every read."""
+        if seconds == self._bound:
+            return
+        self._bound = seconds
+        if not self._plain:
+            self.sock.settimeout(seconds)
+            return
+        self.sock.settimeout(None)
+        most = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
 
     def send(self, head: bytes, body: memoryview) -> None:
         """A request."""
@@ -208,13 +223,10 @@ class _Body:
         return filled
 
     def _some(self, target: memoryview) -> int:
-        if self.rest:
-            got = min(len(self.rest), len(target))
-            target[:got], self.rest = self.rest[:got], self.rest[got:]
-            return got
+        filled = min(len(self.rest), len(target))
+        target[:filled], self.rest = self.rest[:filled], self.rest[filled:]
         if self._plain:
-            return self._sock.recv_into(target, 0, socket.MSG_WAITALL)
-        filled = 0
+            return filled + self._sock.recv_into(target[filled:], 0, socket.MSG_WAITALL) if filled < len(target) else filled
         while filled < len(target) and (got := self._sock.recv_into(target[filled:])):  # TLS hands out record by record: 16 KiB
             filled += got
         return filled

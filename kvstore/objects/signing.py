@@ -54,7 +54,7 @@ def sign(
         payload: SHA-256 of the body in hex, or `UNSIGNED`.
         at: Seconds since the epoch; a store refuses more than 15 minutes of difference from its own clock.
     """
-    stamp = datetime.fromtimestamp(at, UTC).strftime("%Y%m%dT%H%M%SZ")
+    stamp = _stamp(int(at))
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     signed = {**headers, "host": host, "x-amz-content-sha256": payload, "x-amz-date": stamp}
     if credentials.token:
@@ -67,6 +67,12 @@ def sign(
         f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
     )
     return signed
+
+
+@lru_cache(maxsize=4)
+def _stamp(at: int) -> str:
+    """A second."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 @lru_cache(maxsize=4)

@@ -10,21 +10,20 @@ import asyncio
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from kvstore.errors import Overloaded
+from kvstore.errors import KVTierError, Overloaded
 from kvstore.objects.answers import no_answer
 from kvstore.objects.base import Arrived, Buffer
 from kvstore.objects.http1 import Answer, Broken, Connection, Landing, NoAnswer
 from kvstore.objects.settings import Endpoint
+from kvstore.objects.threads import Call, Threads
 
 _CONNECT_S: Final = 5.0
 _IDLE_S: Final = 15.0  # shorter than servers keep idle connections, so that a dead one is rarely picked
@@ -57,12 +56,15 @@ class Sockets:
     Args:
         endpoint: The host.
         tls: Trust, for an https endpoint.
-        connections: Threads.
+        connections: At most, and as many threads.
+
+    Attributes:
+        threads: Those that move bodies.
     """
 
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, connections: int) -> None:
         self._endpoint, self._tls, self._most = endpoint, tls, connections
-        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="kvtier-s3")
+        self.threads = Threads("kvtier-s3", connections)
         self._idle: deque[tuple[Connection, float]] = deque()
         self._lock = threading.Lock()
 
@@ -95,32 +97,25 @@ class Sockets:
             Corrupt: The body is larger than `into`, or `limit`.
         """
         exchange = _Exchange(self, request, Landing(into, limit, arrived), deadline_s)
-        queued = self._threads.submit(exchange.run)
-        ended = asyncio.wrap_future(queued)
-        late = False
+        call = self.threads.start(exchange.run)
+        deadline = asyncio.get_running_loop().call_later(deadline_s, exchange.expire, call)
         try:
-            done, _ = await asyncio.wait({ended}, timeout=deadline_s)
-            late = not done
+            return await call.answer
         except asyncio.CancelledError:
-            if abortable and not queued.cancel():
+            if abortable and not call.withdraw():
                 exchange.abort()
-            await until_over(ended)
-            if not ended.cancelled():
-                ended.exception()  # nobody else will look at it
+            await call.settled()
             raise
-        if late and not queued.cancel():
-            exchange.abort()
-        if await until_over(ended):
-            raise asyncio.CancelledError
-        if late and ended.cancelled():  # it never got its turn: the store has nothing to do with that
-            raise Overloaded(f"{exchange.name}: waited {deadline_s:.0f} s for one of {self._most} connections to the store")
-        if late and ended.exception() is not None:
-            raise no_answer(exchange.name, f"no answer within {deadline_s:.0f} s", kind="timeout")
-        return ended.result()
+        except KVTierError as error:
+            if exchange.late and not isinstance(error, Overloaded):
+                raise no_answer(exchange.name, f"no answer within {deadline_s:.0f} s", kind="timeout") from error
+            raise
+        finally:
+            deadline.cancel()
 
     async def aclose(self) -> None:
         """Wait for what is under way and close the connections."""
-        await asyncio.to_thread(self._threads.shutdown)
+        await self.threads.aclose()
         while self._idle:
             self._idle.pop()[0].close()
 
@@ -164,6 +159,7 @@ class _Exchange:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
+        self.late = False
         self.name = f"{request.method} {request.target.partition('?')[0]}"
 
     def abort(self) -> None:
@@ -173,6 +169,16 @@ class _Exchange:
             if self._socket is not None:
                 with suppress(OSError):  # it may be over already
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own would pull the TLS state from under it
+
+    def expire(self, call: Call[Answer]) -> None:
+        """The deadline is over."""
+        self.late = True
+        if not call.withdraw():
+            self.abort()
+        elif not call.answer.done():  # it never got its turn: the store has nothing to do with that
+            call.answer.set_exception(
+                Overloaded(f"{self.name}: waited {self._deadline:.0f} s for one of the store's connections to be free")
+            )
 
     def run(self) -> Answer:
         try:
@@ -200,8 +206,7 @@ class _Exchange:
                 connection.close()
                 raise ConnectionAbortedError("given up before it was sent")
         try:
-            # Whoever waits keeps the deadline and cuts the connection; this is for a loop that died without doing so.
-            _block(connection.sock, self._deadline)
+            connection.bound(self._deadline)  # whoever waits cuts the connection; this is for a loop that died without doing so
             body = memoryview(self._request.body).cast("B")
             connection.send(self._request.head(len(body)), body)
             return connection.receive(self._request.method, self._landing, self.name)
@@ -214,31 +219,7 @@ class _Exchange:
                 connection.close()
 
 
-async def until_over(ended: asyncio.Future[Any]) -> bool:
-    """Wait for the real end, however often this task is cancelled meanwhile; True if it was."""
-    cancelled = False
-    while not ended.done():
-        try:
-            await asyncio.wait({ended})
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled and not ended.cancelled():
-        ended.exception()  # nobody else will look at it
-    return cancelled
-
-
 def _readable(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _block(sock: socket.socket, deadline_s: float) -> None:
-    """Wait in the kernel, and for so long at most: Python's own timeouts would poll before every read."""
-    if isinstance(sock, ssl.SSLSocket):
-        sock.settimeout(deadline_s)
-        return
-    sock.settimeout(None)
-    most = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -37,6 +36,21 @@ class WindowSettings(msgspec.Struct, frozen=True, kw_only=True):
     slow: float = 0.75
     slower: float = 4.0
     pause_s: float = 1.0
+
+
+class Carried:
+    """A request under way, for the length of a block."""
+
+    __slots__ = ("_begun", "_nbytes", "_verb", "_window")
+
+    def __init__(self, window: Window, nbytes: int, verb: str) -> None:
+        self._window, self._nbytes, self._verb = window, nbytes, verb
+
+    async def __aenter__(self) -> None:
+        self._begun = await self._window.begin(self._nbytes)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._window.end(self._nbytes, self._verb, self._begun, well=kind is None)
 
 
 class Window:
@@ -73,24 +87,32 @@ class Window:
         """For small bodies, which count and of which nothing is learnt."""
         return self._gate
 
-    @asynccontextmanager
-    async def hold(self, nbytes: int, verb: str) -> AsyncIterator[None]:
-        """Wait for room, and keep it for the length of the block: a request that carries so many bytes.
+    def hold(self, nbytes: int, verb: str) -> Carried:
+        """Wait for room, and keep it for the length of an `async with` block: a request that carries so many bytes.
 
         Raises:
             Overloaded: There was none for too long.
         """
+        return Carried(self, nbytes, verb)
+
+    async def begin(self, nbytes: int) -> tuple[int, float, int]:
+        """Wait for room: how much was taken, when that was, and how many are under way now."""
         self._waited |= not self._gate.has_room(nbytes)
-        async with self._gate.hold(nbytes):
-            begun = self._clock.monotonic()
-            self._together += 1
-            most = self._together
-            try:
-                yield
-                most = max(most, self._together)
-            finally:
-                self._together -= 1
-            self.answered(nbytes, verb, self._clock.monotonic() - begun, most)
+        room = min(nbytes, self.limit)
+        await self._gate.take(room)
+        self._together += 1
+        return room, self._clock.monotonic(), self._together
+
+    def end(self, nbytes: int, verb: str, begun: tuple[int, float, int], *, well: bool) -> None:
+        """It is over."""
+        room, since, together = begun
+        together = max(together, self._together)
+        self._together -= 1
+        try:
+            if well:
+                self.answered(nbytes, verb, self._clock.monotonic() - since, together)
+        finally:
+            self._gate.give_back(room)
 
     def answered(self, nbytes: int, verb: str, seconds: float, together: int = 1) -> None:
         """A request went well; so many were under way with it, itself included."""

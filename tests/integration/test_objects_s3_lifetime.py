@@ -15,12 +15,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from fakes.fake_s3 import FakeS3
+from fakes.fake_s3 import FakeS3, etag
 
-from kvstore.errors import Denied, Invalid, Unavailable
-from kvstore.objects import CREATE, OVERWRITE, S3Settings, S3Store, Stored
+from kvstore.errors import Corrupt, Denied, Invalid, Unavailable
+from kvstore.objects import ABSENT, CREATE, OVERWRITE, UNCHANGED, S3Settings, S3Store, Stored
 from kvstore.objects.admin import BucketAdmin
 from kvstore.objects.credentials import Credentials
+from kvstore.objects.s3 import LARGE, LARGE_TLS
 
 BIG = os.urandom(2 << 20)
 
@@ -147,16 +148,85 @@ async def test_a_private_authority_is_trusted_only_when_named(certificate, tls_s
             pass
 
 
-async def test_what_comes_over_tls_is_told_by_slices_and_not_by_records(certificate, tls_s3):
-    tls_s3.objects["k"] = (BIG, 1e9)
-    told = []
+@pytest.fixture
+async def tls_store(certificate, tls_s3):
     settings = S3Settings(bucket="bucket", endpoint=tls_s3.endpoint, timeout_s=5.0, ca_bundle=str(certificate[0]))
     async with S3Store.open(settings, credentials=lambda: Credentials("key", "secret")) as store:
-        await store.get("k", into=memoryview(bytearray(len(BIG))), arrived=lambda *span: told.append(span))
-    spans = [span for span in told if span != (0, 0)]
-    assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
-    assert spans[-1][1] == len(BIG)
-    assert len(spans) <= 4
+        yield store
+
+
+# Over TLS, both ways of a large body: through obstore and a copy, and through sockets of our own.
+BOTH_WAYS = pytest.mark.parametrize("size", [LARGE + 1000, LARGE_TLS], ids=["obstore", "sockets"])
+
+
+@BOTH_WAYS
+async def test_what_comes_over_tls_is_told_by_slices_and_not_by_records(tls_s3, tls_store, size):
+    body, told = os.urandom(size), []
+    tls_s3.objects["k"] = (body, 1e9)
+    into = memoryview(bytearray(size))
+    got = await tls_store.get("k", into=into, arrived=lambda *span: told.append((*span, bytes(into[slice(*span)]))))
+    spans = [span for span in told if span[:2] != (0, 0)]
+    assert [start for start, _, _ in spans] == [0, *(end for _, end, _ in spans[:-1])]
+    assert b"".join(there for _, _, there in spans) == body == got.data
+    assert len(spans) <= size // LARGE + 2
+    assert (got.etag, got.size, got.modified) == (etag(body), size, 1e9)
+
+
+@BOTH_WAYS
+async def test_over_tls_an_answer_that_is_not_what_was_asked_for_is_none(tls_s3, tls_store, size):
+    body = os.urandom(size + 100)
+    tls_s3.objects["k"] = (body, 1e9)
+    into = memoryview(bytearray(size + 100))
+
+    async def ask(**how):
+        tls_s3.on("GET", **how)
+        return await tls_store.get("k", into=into)
+
+    assert (await tls_store.get("k", into=into, range=(50, 50 + size))).data == body[50 : 50 + size]
+    assert await tls_store.get("k", into=into, if_none_match=etag(body)) is UNCHANGED
+    assert await tls_store.get("absent", into=into) is ABSENT
+    assert (await ask(headers={"Transfer-Encoding": "chunked"})).data == body
+    for how in ({"truncate": size // 2}, {"status": 200, "headers": {"ETag": ""}, "drop": "after"}):
+        with pytest.raises(Unavailable):
+            await ask(**how)
+    room = memoryview(bytearray(size))
+    with pytest.raises(Corrupt):
+        await tls_store.get("k", into=room)
+    assert not any(room[:: 1 << 10])
+    tls_s3.on("GET", headers={"Content-Range": f"bytes 0-{size - 1}/{len(body)}"})
+    with pytest.raises(Unavailable):
+        await tls_store.get("k", into=into, range=(50, 50 + size))
+    with pytest.raises(Unavailable) as error:
+        await ask(status=503, code="SlowDown")
+    assert error.value.kind == "store_busy"
+    assert tls_store.window.shrunk["busy"] == 1
+    assert tls_store.window.gate.held == 0
+
+
+@BOTH_WAYS
+async def test_over_tls_a_cancelled_read_writes_no_more_when_it_is_over(tls_s3, tls_store, size):
+    tls_s3.objects["k"] = (os.urandom(size), 1e9)
+    into = memoryview(bytearray(size))
+    coming, release = threading.Event(), threading.Event()
+
+    def arrived(start, end):
+        if end:
+            coming.set()
+            release.wait()
+
+    reading = asyncio.create_task(tls_store.get("k", into=into, arrived=arrived))
+    await asyncio.to_thread(coming.wait)
+    reading.cancel()
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    assert tls_store.window.gate.held == size
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert tls_store.window.gate.held == 0
+    seen = bytes(into)
+    await asyncio.sleep(0.05)
+    assert seen == into
 
 
 @pytest.mark.parametrize("why", ["no authority", "another authority", "another host"])

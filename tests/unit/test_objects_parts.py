@@ -201,19 +201,19 @@ async def test_the_gate_bounds_bytes_and_keeps_order():
 async def test_the_gate_forgets_whoever_gives_up():
     gate = ByteGate(10, 5.0)
     async with gate.hold(10):
-        waiting = [asyncio.ensure_future(gate._take(10)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(gate.take(10)) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[2].cancel()
         await asyncio.sleep(0)
     await waiting[1]
     assert gate.held == 10
-    gate._give_back(10)
-    third = asyncio.ensure_future(gate._take(10))
+    gate.give_back(10)
+    third = asyncio.ensure_future(gate.take(10))
     await third
-    late = asyncio.ensure_future(gate._take(4))
+    late = asyncio.ensure_future(gate.take(4))
     await asyncio.sleep(0)
-    gate._give_back(10)  # lets `late` through in the same instant as it is cancelled
+    gate.give_back(10)  # lets `late` through in the same instant as it is cancelled
     late.cancel()
     await asyncio.wait({late})
     assert gate.held == (0 if late.cancelled() else 4)
