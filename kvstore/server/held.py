@@ -33,17 +33,18 @@ class Held:
         Raises:
             Corrupt: They name more leases than a connection can hold.
         """
-        if any(count < 0 for _, count in runs) or sum(count for _, count in runs) > wire.MAX_BATCH:
-            raise Corrupt("more leases are released than a connection can hold")
-        self._let_go([lease for first, count in runs for lease in map(self._pop, range(first, first + count)) if lease is not None])
+        left, pop = wire.MAX_BATCH, self._leases.pop
+        for _, count in runs:
+            left -= count
+            if count < 0 or left < 0:
+                raise Corrupt("more leases are released than a connection can hold")
+        found = [pop(number, None) for first, count in runs for number in range(first, first + count)]
+        self._let_go([lease for lease in found if lease is not None])
 
     def release_all(self) -> None:
         """Let go of everything."""
         leases, self._leases = list(self._leases.values()), {}
         self._let_go(leases)
-
-    def _pop(self, number: int) -> Lease | Pin | None:
-        return self._leases.pop(number, None)
 
     def _let_go(self, leases: Sequence[Lease | Pin]) -> None:
         pins = []

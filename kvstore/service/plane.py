@@ -416,6 +416,9 @@ class Plane:
         return tiers
 
     def _known(self, tenant: str, namespace: str, shard: str) -> Names | None:
+        names = self._names.get((namespace, shard))
+        if names is not None and names.namespace.tenant == tenant:
+            return names  # an id always means the same fields
         fields = self._registry.known(tenant, namespace)
         return None if fields is None else self._names_of(fields, shard)
 
