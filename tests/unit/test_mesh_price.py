@@ -1,7 +1,7 @@
 """Milliseconds to first token: against a plain search over all splits, and where the terms come from."""
 
 import math
-import random
+import random  # noqa: TID251  seeded
 
 import numpy as np
 import pytest

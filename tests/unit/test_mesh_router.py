@@ -1,6 +1,6 @@
 """Where a prompt goes, and why: by blocks, by load, by speed, and never by habit."""
 
-import random
+import random  # noqa: TID251  seeded
 
 import pytest
 
