@@ -24,6 +24,7 @@ from kvstore.connectors.vllm_requests import Chain, usable_by, who
 from kvstore.ids import as_tokens
 
 HOLD_S: Final = 10.0  # a finished request's blocks are kept from the engine no longer, whatever the saves do
+NAMED: Final = 16_384  # tokens of a prompt that are named in one step: a long one's take ten milliseconds
 CLOSE_S: Final = 5.0  # for the last commits, when the engine shuts down
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,9 @@ class SchedulerHalf:
         tracked.local = computed
         size = self._model.namespace.block_tokens
         most = usable(request.num_tokens, request.num_tokens) // size
-        links = tracked.chain.upto(most * size)
+        links = tracked.chain.upto(min(most * size, len(tracked.chain.links) * size + max(NAMED, size)))
+        if len(links) < most:
+            return None, False
         if len(links) * size <= computed:
             return 0, False
         if tracked.look is None:

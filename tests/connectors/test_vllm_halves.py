@@ -167,6 +167,19 @@ def test_what_the_engine_has_itself_is_not_loaded_again(torch, bridge):
     assert other.scheduler.matched(Request("c", prompt(26)), 24) == (0, False)
 
 
+def test_a_long_prompt_is_named_in_several_steps(torch, bridge, monkeypatch):
+    engine, ids = Engine(torch, bridge, (spec(torch), (0, 1))), prompt(60)
+    engine.run(Request("a", ids))
+    monkeypatch.setattr(vllm_scheduler, "NAMED", 24)
+    engine, again = Engine(torch, bridge, (spec(torch), (0, 1))), Request("b", ids)
+    named = []
+    for _ in range(3):
+        assert engine.scheduler.matched(again, 0)[0] is None or len(named) == 2
+        named.append(len(engine.scheduler._tracked["b"].chain.links))
+    assert named == [3, 6, 7]
+    assert engine.load(again) == 56
+
+
 def test_nothing_of_another_salt_adapter_or_model_is_used(torch, bridge, monkeypatch):
     Engine(torch, bridge).run(Request("a", prompt(26)))
     assert Engine(torch, bridge).admit(Request("b", prompt(26), salt="s")) == 0
