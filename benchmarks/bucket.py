@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import obstore
+import uvloop
 from _cases import MIB, Case, timed
 from blake3 import blake3
 from obstore.store import S3Store as Obstore
@@ -53,7 +54,7 @@ from tiering import DramSlot, DramTier, Lease, Movers, Stack, StackSettings
 CASES = (
     "bucket_get", "bucket_get_raw", "bucket_get_http", "bucket_get_obstore", "bucket_get_digested", "bucket_put", "bucket_put_raw",
     "bucket_get_null", "http_null", "obstore_null", "bucket_one", "bucket_one_raw", "bucket_put_null", "obstore_put_null",
-    "bucket_get_tls", "http_tls", "obstore_tls",
+    "bucket_get_tls", "http_tls", "obstore_tls", "bucket_put_tls", "obstore_put_tls",
 )  # fmt: skip
 TOTAL = 256 * MIB
 CALL = 128 * MIB
@@ -76,7 +77,8 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
         seaweed = SeaweedFS.launch(folder / "store")
         closing.callback(seaweed.stop)
         seaweed.wait_ready()
-        loop = asyncio.new_event_loop()
+        sys.setswitchinterval(0.0005)  # this and the loop as in a node's process
+        loop = uvloop.new_event_loop()
         closing.callback(loop.close)
         real, null, tls = Rig(loop, size), Rig(loop, size), Rig(loop, size)
         closing.callback(lambda: loop.run_until_complete(real.close()))
@@ -112,6 +114,8 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
             "bucket_get_tls": read(tls.get),
             "http_tls": read(Bare(tls, pool).http),
             "obstore_tls": read(Bare(tls, pool).obstore),
+            "bucket_put_tls": Case(tls.put, tls.call_bytes, 1, tls.forget),
+            "obstore_put_tls": Case(Bare(tls, pool).obstore_put, tls.call_bytes, 1),
         }
 
 

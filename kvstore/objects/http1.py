@@ -18,7 +18,7 @@ from kvstore.errors import Corrupt
 from kvstore.objects.base import Arrived
 
 SLICE: Final = 1 << 20
-"""Bytes of a body between two reports of what has arrived."""
+"""Bytes of a body between two reports of what has arrived; the last one may tell of half as much more."""
 _ROOM: Final = 4 << 10  # a head fits, and little of a body comes along that must be copied
 _MOST_HEAD: Final = 64 << 10
 _MOST_LINE: Final = 1 << 10
@@ -214,7 +214,8 @@ class _Body:
     def _fill(self, target: memoryview, filled: int, arrived: Arrived | None) -> int:
         """Fill `target` from there; where it ended."""
         while filled < len(target):
-            got = self._some(target[filled : filled + SLICE])
+            left = len(target) - filled
+            got = self._some(target[filled : filled + (SLICE if 2 * left > 3 * SLICE else left)])  # no small rest
             if not got:
                 break
             filled += got
