@@ -9,12 +9,13 @@ from __future__ import annotations
 import ipaddress
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_type_hints
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
+from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
 from kvstore.keys import Keys, check_id
 
@@ -114,6 +115,29 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     id: str = ""
 
 
+class PeersSettings(Section, frozen=True, kw_only=True):
+    """`[peers]`: the mesh, if this node is part of one.
+
+    Attributes:
+        listen: Address at which other nodes get blocks; empty: no mesh. Beyond loopback only with `networks`.
+        advertise: Where others reach it (`host:port`), if that is another address.
+        directory: `valkey://host:6379`: who is there, and who has what. Credentials: KVTIER_DIRECTORY_USER and _PASSWORD.
+        mesh: Name of the mesh; several may share a directory.
+        static: Without a directory: the other nodes, as `name=host:port`.
+        networks: Whose addresses may connect, such as `10.0.0.0/8`. Between nodes KV is not encrypted, and nobody is asked who they
+            are: name only networks in which all is yours.
+        placement: Whether a block that no node has is fetched from the bucket by one node for all.
+    """
+
+    listen: str = ""
+    advertise: str = ""
+    directory: str = ""
+    mesh: str = "default"
+    static: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    placement: bool = True
+
+
 class LifecycleSettings(Section, frozen=True, kw_only=True):
     """`[lifecycle]`: how long things live.
 
@@ -198,6 +222,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lifecycle: LifecycleSettings = LifecycleSettings()
     limits: LimitSettings = LimitSettings()
     prestage: PrestageSettings = PrestageSettings()
+    peers: PeersSettings = PeersSettings()
     tenants: dict[str, Tenant] = {}
 
 
@@ -279,11 +304,16 @@ def _convert(kind: Any, value: object, field: str) -> object:
         return parse_seconds(value, field)
     if kind is bool and isinstance(value, str) and value.lower() in {"yes", "no", "on", "off"}:
         return value.lower() in {"yes", "on"}
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:
         choices = get_args(kind)
-        expected = f"one of {', '.join(map(str, choices))}" if choices else f"a {kind.__name__}"
+        if kind == tuple[str, ...]:
+            expected = "a list of texts"
+        else:
+            expected = f"one of {', '.join(map(str, choices))}" if choices else f"a {kind.__name__}"
         raise Invalid(f"{field} is {value!r}; it must be {expected}") from None
 
 
@@ -304,6 +334,33 @@ def _check(settings: Settings) -> None:
         raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
     if settings.node.listen:
         parse_address(settings.node.listen)
+    _check_peers(settings.peers)
+
+
+def _check_peers(peers: PeersSettings) -> None:
+    if not peers.listen:
+        if peers.directory or peers.static:
+            raise Invalid("peers.listen is empty, and other nodes are named: say where this one serves them, like 127.0.0.1:7979")
+        return
+    for field, text in (("peers.listen", peers.listen), ("peers.advertise", peers.advertise or peers.listen)):
+        if not parse_address(text, field)[1]:
+            raise Invalid(f"{field} is {text!r}; other nodes need a fixed port")
+    if bool(peers.directory) == bool(peers.static):
+        raise Invalid("peers.listen makes this node part of a mesh: set exactly one of peers.directory and peers.static")
+    if peers.directory:
+        DirectoryUrl.parse(peers.directory)
+    static_peers(peers.static)
+
+
+def static_peers(texts: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """`name=host:port` as name to address. Raises `Invalid`."""
+    found: dict[str, tuple[str, int]] = {}
+    for text in texts:
+        name, equals, address = text.partition("=")
+        if not name or not equals or name in found:
+            raise Invalid(f"peers.static has {text!r}; write each node once, like b=10.0.0.2:7979")
+        found[name] = parse_address(address, f"peers.static {name}")
+    return found
 
 
 def parse_address(text: str, field: str = "node.listen") -> tuple[str, int]:

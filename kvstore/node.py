@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from kvstore.lifecycle.prestage import Turns
 from kvstore.lifecycle.runners import InProcess, Subprocess
 from kvstore.lifecycle.warm import keep_learning
 from kvstore.lifecycle.worker import Collections
+from kvstore.mesh.opening import Mesh
 from kvstore.objects import ObjectStore, RetryingStore, S3Store, probe
 from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
@@ -36,7 +38,7 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Movers, PathInUse, SecondSight, Stack, StackSettings
+from tiering import DiskTier, DramTier, Movers, Origin, PathInUse, SecondSight, Stack, StackSettings
 
 DEFAULT_TENANT = "default"
 
@@ -47,10 +49,25 @@ class Node:
     Attributes:
         settings: What it was told.
         service: Its calls and its data plane.
+        tiers: Of each tenant.
+        registry: Namespaces that it knows.
+        movers: Threads.
+        clock: Time.
+        mesh: Its part in a mesh, if any.
     """
 
-    def __init__(self, settings: Settings, service: Service) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        service: Service,
+        tiers: Mapping[str, TenantTiers],
+        registry: Registry,
+        movers: Movers,
+        clock: Clock,
+        mesh: Mesh | None,
+    ) -> None:
         self.settings, self.service = settings, service
+        self.tiers, self.registry, self.movers, self.clock, self.mesh = tiers, registry, movers, clock, mesh
 
     @classmethod
     @asynccontextmanager
@@ -83,9 +100,14 @@ class Node:
             lifetime.push_async_callback(bucket.aclose)
             await bucket.open()
             disk = await lifetime.enter_async_context(_disk(settings, movers)) if settings.nvme.path else None
-            tiers = await _tenants(settings, bucket, disk, movers, clock, lifetime)
+            mesh = await _mesh(settings, node_id, clock, ids, health, lifetime)
+            origins: list[Origin] = [*([mesh.peers] if mesh else []), *([bucket] if bucket.configured else [])]
+            tiers = await _tenants(settings, origins, disk, movers, clock, lifetime)
+            if mesh:
+                await mesh.tell_of([*(each.dram for each in tiers.values()), *([disk] if disk else [])], movers.run, clock)
             registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
-            plane = Plane(tiers, registry, bucket if bucket.configured else None, clock, movers, turns)
+            beyond = bucket if bucket.configured else None
+            plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None)
             lifetime.push_async_callback(plane.aclose)
             if bucket.configured:
                 health.ask(BUCKET, signs.faults)
@@ -120,16 +142,19 @@ class Node:
                 health=health,
                 signs=signs,
                 restarts=background.restarts,
+                mesh=mesh,
             )
             lifetime.push_async_callback(service.aclose)
             lifetime.push_async_callback(background.aclose)
             background.run("bucket", bucket.watch)
             background.run("health", partial(health.watch, clock))
+            for name, work in mesh.background.items() if mesh else ():
+                background.run(name, work)
             background.run("replay", partial(_replay, commits, degraded))
             if bucket.configured:
                 background.run("collect", collections.keep)
                 background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
-            yield cls(settings, service)
+            yield cls(settings, service, tiers, registry, movers, clock, mesh)
 
 
 @asynccontextmanager
@@ -198,10 +223,18 @@ def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
+async def _mesh(settings: Settings, node_id: str, clock: Clock, ids: Ids, health: Health, lifetime: AsyncExitStack) -> Mesh | None:
+    if not settings.peers.listen:
+        return None
+    mesh = await lifetime.enter_async_context(Mesh.open(settings.peers, node_id, clock=clock, ids=ids, environ=os.environ))
+    health.ask("mesh", mesh.reason)
+    return mesh
+
+
 async def _tenants(
-    settings: Settings, bucket: Bucket, disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
+    settings: Settings, origins: Sequence[Origin], disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
 ) -> dict[str, TenantTiers]:
-    """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and the bucket are common."""
+    """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and what is beyond it are common."""
     uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
     share, ahead = int(settings.dram.size) // len(uids), settings.prestage
     bounds = StackSettings(behind_bytes=int(settings.limits.write_behind), drain_s=float(settings.limits.drain))
@@ -211,7 +244,6 @@ async def _tenants(
             "dram", share, movers, held=ahead.held / 100, recent_s=float(ahead.recent), monotonic=clock.monotonic
         )
         dram = await lifetime.enter_async_context(opening)
-        origins = [bucket] if bucket.configured else []
         stack = await lifetime.enter_async_context(Stack.open(dram, disk, origins, bounds, monotonic=clock.monotonic))
         tiers[name] = TenantTiers(dram, stack, allowed)
     return tiers

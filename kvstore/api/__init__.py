@@ -28,7 +28,7 @@ from kvstore.api.answers import (
     Versions,
     Warmed,
 )
-from kvstore.api.reports import CollectorStats, Doomed, Latency, StoreStats, TierStats, Usage
+from kvstore.api.reports import CollectorStats, Doomed, Latency, MeshStats, StoreStats, TierStats, Usage
 from kvstore.api.requests import (
     Collect,
     Commit,
@@ -82,6 +82,7 @@ __all__ = [
     "Latency",
     "ListSessions",
     "Lookup",
+    "MeshStats",
     "NamespaceInfo",
     "Namespaces",
     "Nothing",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.api.reports import CollectorStats, Doomed, Latency, StoreStats, TierStats, Usage
+from kvstore.api.reports import CollectorStats, Doomed, Latency, MeshStats, StoreStats, TierStats, Usage
 from kvstore.api.words import Durability, Event, Priority, Target
 from kvstore.ids import Link, Namespace
 
@@ -209,7 +209,8 @@ class Found(Answer, frozen=True, kw_only=True):
 
     Attributes:
         run: Length of the leading run of blocks for which every shard asked is somewhere.
-        tiers: For each block of the run, the farthest tier that one of its shards is in: `dram`, `nvme` or `bucket`.
+        tiers: For each block of the run, the farthest tier that one of its shards is in: `dram`, `nvme`, `peer`
+            (another node) or `bucket`.
     """
 
     run: int
@@ -273,6 +274,7 @@ class Stats(Answer, frozen=True, kw_only=True):
         tokens_missed: Tokens that readers asked for and did not get, by reason.
         bucket: How its store is doing.
         restarts: How often each background task failed and was started again.
+        mesh: Its part in a mesh; None where it has none.
     """
 
     node: str
@@ -294,6 +296,7 @@ class Stats(Answer, frozen=True, kw_only=True):
     tokens_missed: dict[str, int] = {}
     bucket: StoreStats = StoreStats()
     restarts: dict[str, int] = {}
+    mesh: MeshStats | None = None
 
 
 class Health(Answer, frozen=True, kw_only=True):

@@ -118,6 +118,22 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     reads: Latency = Latency()
 
 
+class MeshStats(msgspec.Struct, frozen=True, kw_only=True):
+    """This node's part in a mesh.
+
+    Attributes:
+        members: The other nodes, as last known.
+        fetches: Blocks asked of others, by how that ended (`hits`, or the kind of miss), and what happened on the way: `through`
+            (the owner was asked to read it from the bucket for all), `hedged` (the bucket was asked instead of waiting), `wrong`
+            (the directory was), `corrupt`.
+        directory: What is wrong with it; "" where nothing is.
+    """
+
+    members: list[str] = []
+    fetches: dict[str, int] = {}
+    directory: str = ""
+
+
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """How the bucket's store is doing.
 

@@ -24,6 +24,7 @@ from kvstore.server.app import HttpServer
 from kvstore.server.limits import Limits
 from kvstore.server.local import LocalServer
 from kvstore.server.metrics import Metrics
+from kvstore.server.peering import Peering
 
 LogOption: TypeAlias = Annotated[
     str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error; to stderr.")
@@ -81,6 +82,19 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                 HttpServer.open(node.service, settings.node.listen, limits=limits, metrics=metrics)
             )
             http = f"kvtier://{server.url.removeprefix('http://')}"
+        if node.mesh is not None:
+            await faces.enter_async_context(
+                Peering.open(
+                    node.service.plane,
+                    node.tiers,
+                    node.registry,
+                    node.movers,
+                    node.clock,
+                    node.mesh.peers.owns,
+                    listen=settings.peers.listen,
+                    networks=settings.peers.networks,
+                )
+            )
         # What was loaded by now stays for good. The garbage collector need not walk it again: that stops everything for tens of ms.
         gc.collect()
         gc.freeze()

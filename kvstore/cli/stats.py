@@ -36,6 +36,7 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
             "damaged reads": f"{sum(found.bucket.corrupt_reads.values()):,}",
             "reads": _counts(found.reads),
             "missed tokens": _counts(found.tokens_missed),
+            **_mesh(found.mesh),
             **({"restarted tasks": _counts(found.restarts)} if found.restarts else {}),
             "live in the bucket": _live(found.collector),
             "collections": _collections(found.collector),
@@ -84,6 +85,13 @@ def _collections(collector: api.CollectorStats) -> str:
     if collector.error:
         parts.append(f"the last failed: {collector.error}")
     return "; ".join(parts)
+
+
+def _mesh(found: api.MeshStats | None) -> dict[str, str]:
+    if found is None:
+        return {}
+    there = ", ".join(found.members) or "nobody"
+    return {"other nodes": there + (f" ({found.directory})" if found.directory else ""), "asked of them": _counts(found.fetches)}
 
 
 def _counts(counts: dict[str, int]) -> str:

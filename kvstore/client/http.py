@@ -208,7 +208,6 @@ class HttpTransport:
             raise no_answer(name, f"the connection failed ({error})", late=False) from None
 
 
-
 def _query(fields: dict[str, object], inside: str) -> str:
     """Fields that are not in the path and say something."""
     given = {key: value for key, value in fields.items() if f"{{{key}}}" not in inside and value not in (None, "", [], ())}

@@ -96,6 +96,9 @@ class NodeCollector(Collector):
         yield _counts("kvtier_missed_tokens", "Tokens that readers did not get.", "reason", stats.tokens_missed)
         yield _counts("kvtier_task_restarts", "Failures of background tasks.", "task", stats.restarts)
         yield from _collector(stats.collector)
+        if stats.mesh is not None:
+            yield GaugeMetricFamily("kvtier_mesh_members", "Other nodes, as last known.", len(stats.mesh.members))
+            yield _counts("kvtier_mesh_fetches", "Blocks asked of other nodes, and what came of it.", "outcome", stats.mesh.fetches)
 
 
 def _restores(stats: api.Stats) -> Iterator[Metric]:

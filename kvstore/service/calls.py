@@ -19,6 +19,7 @@ from kvstore.lifecycle.health import Health, StoreSigns
 from kvstore.lifecycle.removal import drop_namespace, drop_tenant
 from kvstore.lifecycle.warm import publish
 from kvstore.lifecycle.worker import Collections
+from kvstore.mesh.opening import Mesh
 from kvstore.repo import Repo
 from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
@@ -64,10 +65,11 @@ class Service:
         health: Health,
         signs: StoreSigns,
         restarts: Mapping[str, int],
+        mesh: Mesh | None = None,
     ) -> None:
         self.node_id, self.version, self.settings, self._clock = node_id, version, settings, clock
         self._bucket, self._registry, self.plane, self._commits = bucket, registry, plane, commits
-        self._collections = collections
+        self._collections, self._mesh = collections, mesh
         self._health, self._signs, self._restarts = health, signs, restarts
         self._started = clock.monotonic()
         limits = settings.limits
@@ -330,6 +332,7 @@ class Service:
             bucket=store_stats(self._signs),
             restarts=dict(self._restarts),
             collector=self._collections.stats(tenant),
+            mesh=self._mesh.stats() if self._mesh is not None else None,
         )
 
     async def health(self, tenant: str, _: api.Nothing) -> api.Health:

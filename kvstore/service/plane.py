@@ -26,11 +26,12 @@ from tiering import DramSlot, DramTier, Flights, Lease, Miss, Movers, Origin, Re
 from tiering.dram import DramValue
 
 REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
-FARTHER: Final = list(REACH)
+FARTHER: Final = ["dram", "nvme"]  # of this node
 MAX_SHARDS: Final = 4096
 _MOST_LOOKED_UP: Final = 8 * api.MAX_BLOCKS  # the loop looks at them in one go
 _UNSEALED: Final = 512 << 20  # copied and not digested; a quarter of memory is a bound too
 _NAMES: Final = 16  # shards of namespaces whose keys are remembered
+_MOST_CHANGES: Final = 16  # between peers, the bucket and this node, in one look-up
 _LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
 _AHEAD: Final = 8  # this part of a tenant's memory at most is promised to blocks without a name
 _NAMELESS: Final = bytes(32)  # the key of what has none yet; it never comes to be one
@@ -131,6 +132,7 @@ class Plane:
         clock: For deadlines.
         movers: Threads for digests and copies.
         turns: Who may move bytes now: reads always, restores when it is their turn.
+        peers: Other nodes, where there are any.
 
     Attributes:
         reads: Counts.
@@ -144,8 +146,10 @@ class Plane:
         clock: Clock,
         movers: Movers,
         turns: Turns,
+        peers: Origin | None = None,
     ) -> None:
         self.turns = turns
+        self._peers = peers
         self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
         self._names: dict[tuple[str, str], Names] = {}
         self._landing = Landing(movers, min(_UNSEALED, sum(each.dram.limit for each in tiers.values()) // 4))
@@ -370,7 +374,7 @@ class Plane:
         if fields is None:
             return None
         tiers = self._here(tenant, fields, shards, request.prefix_ids)
-        elsewhere = request.reach == "bucket" and self._origin is not None
+        elsewhere = request.reach == "bucket" and (self._origin is not None or self._peers is not None)
         if len(tiers) < len(request.prefix_ids) and (elsewhere or self._landing.pending(tenant) or self._unread(tenant)):
             return None
         self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
@@ -389,15 +393,46 @@ class Plane:
             self.reads.asked("lookup", 0, len(request.prefix_ids))
             return api.Found(run=0, tiers=[])
         tiers = self._here(tenant, fields, shards, request.prefix_ids)
-        if request.reach == "bucket" and len(tiers) < len(request.prefix_ids) and self._origin is not None:
-            rest = [Link(PrefixId(text), fields.block_tokens) for text in request.prefix_ids[len(tiers) :]]
-            found_there = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False)
-            tiers += ["bucket"] * found_there
+        if request.reach == "bucket":
+            await self._beyond(tenant, fields, shards, request.prefix_ids, tiers, deadline)
         self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
         return api.Found(run=len(tiers), tiers=tiers)
 
+    async def _beyond(
+        self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str], tiers: list[str], deadline: float
+    ) -> None:
+        """Lengthen a run of this node's tiers by what peers and the bucket have, and by what is here again behind that."""
+        here = self._places(tenant, fields, shards, prefixes) if self._peers is not None else []
+        for _ in range(_MOST_CHANGES):
+            start = len(tiers)
+            rest = [Link(PrefixId(text), fields.block_tokens) for text in prefixes[start:]]
+            run, where = await self._at_peers(fields, shards, rest, deadline), "peer"
+            if not run and rest and self._origin is not None:
+                run, where = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False), "bucket"
+            tiers += [here[at] or where for at in range(start, start + run)] if here else [where] * run
+            if not run or self._peers is None:
+                return
+            tiers += _leading(here[len(tiers) :])
+
+    async def _at_peers(self, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline: float) -> int:
+        """Leading run of `links` that peers are believed to hold for every shard."""
+        run = len(links)
+        if self._peers is None or not run or not self._peers.ready():
+            return 0
+        try:
+            async with asyncio.timeout(self._left(deadline)):
+                for shard in shards:
+                    run = await self._peers.contains(block_wants(fields, shard, links[:run])) if run else 0
+        except TimeoutError:
+            return 0
+        return run
+
     def _here(self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str]) -> list[str]:
         """The farthest tier that every shard of a block is in, for each block of the leading run that is in this node's tiers."""
+        return _leading(self._places(tenant, fields, shards, prefixes))
+
+    def _places(self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str]) -> list[str | None]:
+        """The same for every block, None where this node lacks one of its shards."""
         packed, stack = pack_prefixes(prefixes), self.tiers(tenant).stack
         places = []
         for shard in shards:
@@ -406,14 +441,11 @@ class Plane:
                 names.sizes([fields.block_tokens])  # refuses a shard that is none of this namespace
             places.append(stack.locate(names.keys(packed)))
         if len(places) == 1:
-            column = places[0]
-            return [str(tier) for tier in (column[: column.index(None)] if None in column else column)]
-        tiers: list[str] = []
-        for columns in zip(*places, strict=True):
-            if None in columns:
-                break
-            tiers.append(max((str(tier) for tier in columns), key=FARTHER.index))
-        return tiers
+            return places[0]
+        return [
+            None if None in columns else max((str(tier) for tier in columns), key=FARTHER.index)
+            for columns in zip(*places, strict=True)
+        ]
 
     def _known(self, tenant: str, namespace: str, shard: str) -> Names | None:
         names = self._names.get((namespace, shard))
@@ -509,6 +541,10 @@ class Plane:
 
     def _left(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+
+
+def _leading(places: list[str | None]) -> list[str]:
+    return [str(tier) for tier in (places[: places.index(None)] if None in places else places)]
 
 
 def parse_shards(texts: Sequence[str]) -> list[Shard]:
