@@ -105,7 +105,7 @@ def complete(
                 since, size = geometry.since(done), geometry.namespace.block_tokens
                 needed = row.links[since // size : -(-done // size)]
                 left = max(1, int((ends - time.monotonic()) * 1000))
-                arriving = arrivals(kv, geometry.namespace, geometry.shard, needed, near=len(needed), deadline_ms=left)
+                arriving = arrivals(kv, geometry.namespace, geometry.shard, needed, near=0, deadline_ms=left)
                 parent = row.links[since // size - 1].prefix_id if since else None
                 end, tokens, why = _copy(geometry, model, arriving, row.tokens[since:done], done - since, parent=parent)
                 parts[-1].append(Part(geometry, since, end))

@@ -94,12 +94,13 @@ class Reader:
                 version=version,
                 tokens=() if prompt is None else prompt.tolist(),
                 deadline_ms=deadline_ms,
+                shards=self._store.shards[:1],  # of the others only the end is needed; it is asked for when it is known
             )
             found = self._kv.manifest(session_id, namespace=self._namespace, version=version or 0)
             restore_id = begun.result().restore_id
         self._bases.remember(session_id, found)
         links = self._common(found.blocks, prompt)
-        near = in_memory(self._store.stored(links, reach="dram"))
+        near = in_memory(self._store.stored(links, reach="dram", groups=1))
         return self._all(links, near, prompt, deadline_ms, version=found.version, restore_id=restore_id)
 
     def _loaded_or_computed(
@@ -110,7 +111,7 @@ class Reader:
         found = self._kv.manifest(session_id, namespace=self._namespace, version=version or 0)
         self._bases.remember(session_id, found)
         links = self._common(found.blocks, prompt)
-        here = self._store.stored(links, reach="nvme")
+        here = self._store.stored(links, reach="nvme", groups=1)
         tiers = here.tiers + ["bucket"] * (len(links) - here.run)
         row = self._chosen(choosing, links, tiers, prompt, deadline_ms, began, version=found.version)
         if row.miss != CHEAPER:

@@ -34,12 +34,12 @@ class Store:
         self.namespace = geometries[0].namespace
         self.shards = tuple(geometry.shard for geometry in geometries)
 
-    def stored(self, links: Sequence[Link], reach: api.Tier = "bucket") -> api.Found:
-        """The leading run of blocks that are somewhere, no farther than `reach`."""
+    def stored(self, links: Sequence[Link], reach: api.Tier = "bucket", groups: int | None = None) -> api.Found:
+        """The leading run of blocks that are somewhere, no farther than `reach`: of so many groups, by default of all."""
         if not links:
             return api.Found(run=0, tiers=[])
         names = [link.prefix_id for link in links]
-        return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=self.shards, reach=reach)
+        return self._kv.lookup(namespace=self.namespace, prefix_ids=names, shards=self.shards[:groups], reach=reach)
 
     def publish(self, links: Sequence[Link], tokens: np.ndarray, held: Held) -> tuple[int, bool]:
         """Hand the node what is not stored.

@@ -29,6 +29,7 @@ class FakeClient:
         self.puts = []  # links offered, in order
         self.leased = 0
         self.restores = []  # (tier, priority) of each
+        self.staged = []  # shards that the last one asked for
         self.near = None  # so many leading blocks of every look-up are in memory; all where None
         self.refuse_puts = 0  # so many offers are not taken
         self.receipts = {}  # by write id
@@ -56,9 +57,12 @@ class FakeClient:
         self.sessions[session, namespace.id] = versions
         del self.branches[session, namespace.id]
 
-    def restore(self, session, *, namespace, version=None, tokens=(), deadline_ms=0, tier="dram", priority="interactive"):
+    def restore(
+        self, session, *, namespace, version=None, tokens=(), deadline_ms=0, tier="dram", priority="interactive", shards=()
+    ):
         self._up()
         self.restores.append((tier, priority))
+        self.staged = [str(shard) for shard in shards]
         return api.RestoreStatus(restore_id="r1", id=session, state="resolving", node="fake", tier="dram")
 
     def get_restore(self, restore_id, *, wait_ms=0):

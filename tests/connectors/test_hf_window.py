@@ -125,6 +125,7 @@ def test_of_a_window_only_its_end_is_read(make_window_model, kv, prompt, greedy)
 
     kv.get = counting
     assert sessions.restore("s", prompt(200)).tokens.size == 199
+    assert kv.staged == ["t0of1.p0of1.g0"]
     assert sum(blocks for group, blocks in read if group == 0) == 13
     assert sum(blocks for group, blocks in read if group == 1) == 3  # 199 - 24 = 175, in block 10; to block 12
     assert kv.leased == 0
@@ -206,8 +207,8 @@ def test_compute_or_load_completes_the_window(torch, make_window_model, kv, prom
     assert torch.equal(greedy(model, prompt(170), past), greedy(model, prompt(170)))
 
 
-def test_on_a_real_node(torch, model, prompt, greedy):
-    with kvstore.open_sync("memory://hf-window") as kv:
+def test_on_a_real_node(torch, model, prompt, greedy, root):
+    with kvstore.open_sync(f"memory://{root}") as kv:
         sessions = SessionCache(model, kv, block_tokens=B)
         past = sessions.restore("s", prompt(100))
         answer = greedy(model, prompt(100), past)
@@ -221,6 +222,12 @@ def test_on_a_real_node(torch, model, prompt, greedy):
         assert again.fork("s", "f").tokens == 108
         assert again.rewind("s", tokens=50).tokens == 48
         assert again.restore("s", longer).tokens.size == 48
+    with kvstore.open_sync(f"memory://{root}") as kv:  # another node: everything comes out of the bucket
+        again = SessionCache(model, kv, block_tokens=B)
+        past = again.restore("f", longer)
+        assert (past.tokens.size, past.miss) == (108, "")
+        assert set(kv.wait(past.restore_id).by_tier) == {"bucket"}
+        assert torch.equal(greedy(model, longer, past), greedy(model, longer))
 
 
 def test_what_attends_otherwise_is_refused(make_window_model, kv):
