@@ -28,6 +28,11 @@ class Worth:
         """For a link that carries so many bytes a second; 0: unknown, and never."""
         return bool(link) and min(self.coding.value or _HOPED, link / self.ratio) >= MARGIN * link
 
+    @property
+    def measured(self) -> bool:
+        """Whether it is known how fast the codec is here; until then one block is coded to see, and not a whole answer."""
+        return bool(self.coding.value)
+
     def coded(self, raw: int, stored: int) -> None:
         """What became of a block's bytes."""
         self.ratio += WEIGHT * (stored / raw - self.ratio)

@@ -31,7 +31,7 @@ from kvstore.objects.threads import until_over
 from tiering import Miss
 
 T = TypeVar("T")
-SLICE: Final = 256 << 10  # fits a core's cache, beside its digest's state
+SLICE: Final = 512 << 10  # fits a core's cache; smaller ones cost more calls than they gain
 _IDLE_S: Final = 20.0  # shorter than the listener keeps a connection
 _HOLDS_S: Final = 0.25
 
@@ -40,7 +40,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what is had from peers.
 
     Attributes:
-        threads: Connections at work at a time, to all peers together.
+        threads: Connections at work at a time, to all peers together; as many again that wait for a peer to read from the bucket.
         connections: Idle connections kept to one peer.
         connect_s: For a connection to be made.
         silent_s: A peer that sends nothing for so long is cut off, whatever else is expected of it.
@@ -93,7 +93,8 @@ class Links:
     def __init__(self, settings: LinkSettings) -> None:
         self.settings = settings
         self.threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer")
-        # Questions are short, and must not wait for blocks.
+        # Who waits for a bucket must not keep others from what is there; questions are short, and must not wait for blocks.
+        self.waiters = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer-through")
         self.askers = ThreadPoolExecutor(2, thread_name_prefix="kvtier-peer-ask")
         self._links: dict[Member, TcpLink] = {}
 
@@ -106,8 +107,8 @@ class Links:
             yield links
         finally:
             links.keep(())
-            await asyncio.to_thread(links.threads.shutdown)
-            await asyncio.to_thread(links.askers.shutdown)
+            for pool in (links.threads, links.waiters, links.askers):
+                await asyncio.to_thread(pool.shutdown)
 
     def to(self, member: Member) -> TcpLink:
         """The link to a member."""
@@ -138,7 +139,7 @@ class TcpLink:
     async def carry(self, batch: Sequence[Delivery], *, through: bool, speed: int) -> Carried:
         """See :meth:`Link.carry`."""
         exchange = _Blocks(self, batch, _ask(batch, through=through, speed=speed))
-        return await _run(self._links.threads, exchange.run, exchange.cut)
+        return await _run(self._links.waiters if through else self._links.threads, exchange.run, exchange.cut)
 
     async def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """See :meth:`Link.holds`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from kvstore.clock import Clock
 from kvstore.mesh.delivery import Delivery
@@ -21,13 +21,25 @@ log = logging.getLogger(__name__)
 _LOOK_S: Final = 5.0  # between two looks at who is a member
 
 
+class Lines(Protocol):
+    """A way to reach members. TCP's is :class:`kvstore.mesh.link.Links`."""
+
+    def to(self, member: Member) -> Link:
+        """The link to a member."""
+        ...
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Forget all others."""
+        ...
+
+
 class Peers:
     """Blocks from other nodes' tiers, and through the owner of each from the bucket. See :class:`tiering.Origin`.
 
     Args:
         node: This one's id.
         directory: Who has what, as far as is known.
-        link: To a member.
+        links: To members.
         clock: For patience.
         settings: Bounds.
         placement: Whether a block that nobody has is asked of its owner, who reads it from the bucket for all.
@@ -42,13 +54,13 @@ class Peers:
         self,
         node: str,
         directory: Directory,
-        link: Callable[[Member], Link],
+        links: Lines,
         clock: Clock,
         settings: PeerSettings | None = None,
         *,
         placement: bool = True,
     ) -> None:
-        self._node, self._directory, self._link, self._clock = node, directory, link, clock
+        self._node, self._directory, self._links, self._clock = node, directory, links, clock
         self._settings, self._placement = settings or PeerSettings(), placement
         self._suppliers: dict[Member, Supplier] = {}
         self._asked: dict[bytes, asyncio.Future[tuple[Member, ...]]] = {}  # of the directory, in this tick
@@ -61,14 +73,14 @@ class Peers:
         cls,
         node: str,
         directory: Directory,
-        link: Callable[[Member], Link],
+        links: Lines,
         clock: Clock,
         settings: PeerSettings | None = None,
         *,
         placement: bool = True,
     ) -> AsyncIterator[Self]:
         """For the length of the block; then what is under way is cut."""
-        peers = cls(node, directory, link, clock, settings, placement=placement)
+        peers = cls(node, directory, links, clock, settings, placement=placement)
         try:
             yield peers
         finally:
@@ -112,23 +124,25 @@ class Peers:
     async def watch(self) -> None:
         """Forget who is no member any more. Runs until cancelled."""
         while True:
-            members = set(self._directory.members())
-            for member in self._suppliers.keys() - members:
+            members = self._directory.members()
+            for member in self._suppliers.keys() - set(members):
                 await self._suppliers.pop(member).aclose()
+            self._links.keep(members)
             await self._clock.sleep(_LOOK_S)
 
     # --- inside ---
 
     async def _fetch(self, want: Want, block: BlockWant, into: memoryview, tell: Tell | None) -> Miss | None:
         holders = await self._locate(want.key)
-        found: Miss = Miss.ABSENT
-        for tried, supplier in enumerate(self._ranked(want, holders)):
+        suppliers = self._ranked(want, holders)
+        found: Miss = Miss.UNAVAILABLE if len(suppliers) < len(holders) else Miss.ABSENT
+        for tried, supplier in enumerate(suppliers):
             if tried and tell is not None:
                 tell(0)
             miss = await self._ask(supplier, Delivery(want, block, into, tell), through=False)
             if miss is None or miss is Miss.TIMEOUT:
                 return miss
-            found = miss if miss is Miss.CORRUPT else found
+            found = found if miss is Miss.ABSENT else miss
         reader = self._owner(want) if self._placement else None
         if reader is None:
             return found
@@ -140,7 +154,7 @@ class Peers:
 
     def _ranked(self, want: Want, holders: Sequence[Member]) -> list[Supplier]:
         """Those worth asking, the soonest first; who is as soon as another by the block's key, so that load spreads."""
-        suppliers = [each for each in map(self._supplier, holders) if self._has_room(each, want)]
+        suppliers = [each for each in map(self._supplier, holders) if each.has_room(want.size)]
         if len(suppliers) > 1:
             first = owner(want.key, [each.member.node for each in suppliers])
             suppliers.sort(key=lambda each: (each.expected(want.size), each.member.node != first))
@@ -152,10 +166,7 @@ class Peers:
         if name == self._node:
             return None
         supplier = self._supplier(members[name])
-        return supplier if self._has_room(supplier, want) else None
-
-    def _has_room(self, supplier: Supplier, want: Want) -> bool:
-        return supplier.load == 0 or supplier.load + want.size <= self._settings.inflight
+        return supplier if supplier.has_room(want.size) else None
 
     async def _ask(self, supplier: Supplier, delivery: Delivery, *, through: bool) -> Miss | None:
         """One block of one peer. TIMEOUT: longer than it should take, so that whoever is next should be asked."""
@@ -188,7 +199,7 @@ class Peers:
     def _supplier(self, member: Member) -> Supplier:
         supplier = self._suppliers.get(member)
         if supplier is None:
-            supplier = self._suppliers[member] = Supplier(member, self._link(member), self._settings, self._clock)
+            supplier = self._suppliers[member] = Supplier(member, self._links.to(member), self._settings, self._clock)
         return supplier
 
     async def _locate(self, key: bytes) -> tuple[Member, ...]:

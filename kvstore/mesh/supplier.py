@@ -28,6 +28,7 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lanes: Requests under way to one peer, of what it has and of what it is to fetch, each.
         inflight: Bytes asked of one peer and not yet come; beyond them another is asked, or the bucket.
+        longest_s: As seconds, of the same.
         tries: Holders asked for one block.
         patience_s: Given to a peer on top of what a block should take: then the next origin is asked.
         slack: Times what a block should take by what was measured.
@@ -36,7 +37,8 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     lanes: int = 2
-    inflight: int = 256 << 20
+    inflight: int = 1 << 30
+    longest_s: float = 5.0
     tries: int = 3
     patience_s: float = 0.25
     slack: float = 4.0
@@ -71,6 +73,11 @@ class Supplier:
     def expected(self, nbytes: int) -> float:
         """Seconds until so many more bytes have come."""
         return (self.load + nbytes) / (self.speed or self._settings.unmeasured)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether to ask for so many bytes more. An idle peer is asked for anything."""
+        fits = self.load + nbytes <= self._settings.inflight and self.expected(nbytes) <= self._settings.longest_s
+        return not self.load or fits
 
     def put(self, delivery: Delivery, *, through: bool) -> None:
         """Ask for one block; what is put in the same tick goes together."""

@@ -106,12 +106,14 @@ class Lending:
             return
         allowed = _leading(wants, most)
         stack = self._tiers[ask.tenant].stack
-        coded = self._worth.pays(ask.speed)
-        parts = self._parts(stack, wants[:allowed], ask.through, alone=coded)
+        coding = 0
+        if self._worth.pays(ask.speed):
+            coding = allowed if self._worth.measured else 1
+        parts = self._parts(stack, wants[:allowed], ask.through, alone=coding)
         tasks: deque[asyncio.Task[Piece]] = deque()
         try:
             for count, part in enumerate(parts, 1):
-                tasks.append(asyncio.create_task(self._get(stack, part, coded=coded)))
+                tasks.append(asyncio.create_task(self._get(stack, part, coded=part.first < coding)))
                 while len(tasks) > 1 or (tasks and count == len(parts)):
                     piece = await tasks[0]
                     tasks.popleft()
@@ -143,8 +145,8 @@ class Lending:
         except KVTierError:  # nobody here knows it, nor the bucket
             return Miss.ABSENT
 
-    def _parts(self, stack: Stack, wants: Sequence[Want], through: bool, *, alone: bool) -> list[_Part]:
-        """Blocks in memory go together, and those that take time in smaller parts."""
+    def _parts(self, stack: Stack, wants: Sequence[Want], through: bool, *, alone: int) -> list[_Part]:
+        """Blocks in memory go together, and those that take time in smaller parts; the first few alone."""
         keys = [want.key for want in wants]
         here = [tier == stack.dram.name for tier in stack.locate(keys)]
         parts: list[_Part] = []
@@ -152,7 +154,7 @@ class Lending:
         while first < len(wants):
             reach, end = self._reach(keys[first], through), first + 1
             nbytes, most = wants[first].size, _IN_MEMORY if here[first] else _ELSEWHERE
-            while not alone and end < len(wants) and here[end] == here[first] and self._reach(keys[end], through) is reach:
+            while first >= alone and end < len(wants) and here[end] == here[first] and self._reach(keys[end], through) is reach:
                 nbytes += wants[end].size
                 if nbytes > most:
                     break

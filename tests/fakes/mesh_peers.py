@@ -114,7 +114,7 @@ async def mesh_node(
         tier = await enter(DramTier.open("dram", dram, movers))
         disk = await enter(DiskTier.open(nvme, 64 << 20, movers)) if nvme else None
         lines = await enter(Links.open(links))
-        peers = await enter(Peers.open(name, directory, lines.to, clock, settings, placement=placement))
+        peers = await enter(Peers.open(name, directory, lines, clock, settings, placement=placement))
         origins = [peers, bucket] if bucket is not None else [peers]
         stack = await enter(Stack.open(tier, disk, origins, StackSettings(lenders=frozenset({"peer"}))))
         registry = Registry(None)

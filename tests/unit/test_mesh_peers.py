@@ -47,6 +47,14 @@ class Line:
         return [False] * len(keys)
 
 
+class Lines(dict):
+    def to(self, member):
+        return self[member]
+
+    def keep(self, members):
+        self.kept = list(members)
+
+
 def absent(want):
     return Miss.ABSENT
 
@@ -63,10 +71,10 @@ class Case:
 
 @pytest.fixture
 async def case():
-    directory, lines = Told(), {member: Line() for member in (A, B, C)}
+    directory, lines = Told(), Lines({member: Line() for member in (A, B, C)})
     directory.others = dict.fromkeys(lines)
     settings = PeerSettings(patience_s=0.05, through_s=0.05, unmeasured=1e9)
-    async with Peers.open("me", directory, lines.__getitem__, VirtualClock(), settings) as peers:
+    async with Peers.open("me", directory, lines, VirtualClock(), settings) as peers:
         yield Case(peers, directory, lines)
 
 
@@ -126,8 +134,10 @@ async def test_load_counts_as_much_as_speed(case):
 async def test_who_has_too_much_to_send_is_not_asked_for_more(case):
     (want,) = owned_by("me")
     case.directory.places[want.key] = (A,)
-    case.peers._supplier(A).load = 256 << 20
-    assert await case.fetch(want) is Miss.ABSENT
+    case.peers._supplier(A).load = 1 << 30
+    assert await case.fetch(want) is Miss.UNAVAILABLE
+    case.peers._supplier(A).load, case.peers._supplier(A).speed = 60_000_000, 10_000_000.0
+    assert await case.fetch(want) is Miss.UNAVAILABLE
     assert case.lines[A].batches == []
 
 
@@ -251,6 +261,7 @@ async def test_who_leaves_is_forgotten(case):
     watching = asyncio.create_task(case.peers.watch())
     assert isinstance(await fetching, Miss)
     assert A not in case.peers._suppliers
+    assert case.lines.kept == [B]
     watching.cancel()
 
 
