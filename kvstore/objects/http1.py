@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import time
 from typing import Final
 
 import msgspec
@@ -18,7 +19,11 @@ from kvstore.errors import Corrupt
 from kvstore.objects.base import Arrived
 
 SLICE: Final = 1 << 20
-"""Bytes of a body between two reports of what has arrived; the last one may tell of half as much more."""
+"""Bytes of a body between two reports of what has arrived; twice as many where that takes no time, for each report costs.
+
+The last one may tell of half as much more.
+"""
+_NO_TIME_S: Final = 0.005
 _ROOM: Final = 4 << 10  # a head fits, and little of a body comes along that must be copied
 _MOST_HEAD: Final = 64 << 10
 _MOST_LINE: Final = 1 << 10
@@ -73,6 +78,7 @@ class Connection:
         self.reusable = False
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._bound = 0.0
+        self._slice = SLICE
 
     def bound(self, seconds: float) -> None:
         """A single read or write takes so long at most: in the kernel, for Python's own timeouts poll before every read."""
@@ -109,7 +115,7 @@ class Connection:
             OSError: As sockets do; BlockingIOError after the deadline.
         """
         status, headers, rest = self._head()
-        body = _Body(self.sock, rest, self._plain)
+        body = _Body(self.sock, rest, self._plain, self._slice)
         closes = headers.pop(":version", "") == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
         into = landing.into if status in {200, 206} else None
         if method == "HEAD" or status in _NO_BODY:
@@ -120,7 +126,7 @@ class Connection:
             found = body.sized(_length(headers["content-length"]), into, landing, name)
         else:
             closes, found = True, body.to_the_end(into, landing, name)
-        self.reusable = not closes and not body.rest
+        self.reusable, self._slice = not closes and not body.rest, body.slice
         return Answer(status, headers, found)
 
     def close(self) -> None:
@@ -171,10 +177,10 @@ def _length(text: str) -> int:
 
 
 class _Body:
-    """What follows a head. `rest` is what was read and not yet used."""
+    """What follows a head. `rest` is what was read and not yet used, `slice` how much is read at once."""
 
-    def __init__(self, sock: socket.socket, rest: memoryview, plain: bool) -> None:
-        self.rest = rest
+    def __init__(self, sock: socket.socket, rest: memoryview, plain: bool, slice: int) -> None:  # noqa: A002  it is one
+        self.rest, self.slice = rest, slice
         self._sock = sock
         self._plain = plain
 
@@ -214,10 +220,12 @@ class _Body:
     def _fill(self, target: memoryview, filled: int, arrived: Arrived | None) -> int:
         """Fill `target` from there; where it ended."""
         while filled < len(target):
-            left = len(target) - filled
-            got = self._some(target[filled : filled + (SLICE if 2 * left > 3 * SLICE else left)])  # no small rest
+            left, begun = len(target) - filled, time.monotonic()
+            got = self._some(target[filled : filled + (self.slice if 2 * left > 3 * self.slice else left)])  # no small rest
             if not got:
                 break
+            if got >= SLICE:
+                self.slice = 2 * SLICE if time.monotonic() - begun < _NO_TIME_S else SLICE
             filled += got
             if arrived is not None:
                 arrived(filled - got, filled)

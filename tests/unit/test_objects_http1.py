@@ -1,11 +1,14 @@
 """HTTP/1.1 answers, well made and not."""
 
+import itertools
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.errors import Corrupt
+from kvstore.objects import http1
 from kvstore.objects.http1 import Broken, Connection, Landing, NoAnswer
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -94,13 +97,21 @@ def test_what_is_no_answer_is_never_taken_for_one(pair, said, error, into):
     assert not pair[0].reusable
 
 
-def test_a_large_body_is_told_of_while_it_comes(pair):
-    body, told, target = bytes(range(256)) * (3 << 12), [], memoryview(bytearray(3 << 20))
+@pytest.mark.parametrize(("seconds", "spans"), [(1.0, [1, 2, 3, 4, 5]), (0.0, [1, 3, 5])], ids=["slow", "fast"])
+def test_a_large_body_is_told_of_while_it_comes(pair, monkeypatch, seconds, spans):
+    """By the MiB, or by two where a read takes no time; the second body of a connection from its start."""
+    clock = itertools.count(0, seconds)
+    monkeypatch.setattr(http1, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    body, told, target = bytes(range(256)) * (19 << 10), [], memoryview(bytearray(5 << 20))
     connection, theirs = pair
-    sender = threading.Thread(target=theirs.sendall, args=(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body,))
-    sender.start()
-    found = connection.receive("GET", Landing(target, arrived=lambda *span: told.append(span)), "GET k")
-    sender.join()
-    assert found.body == body
-    assert len(told) >= 3
-    assert told[-1][1] == len(body)
+    for _ in range(2):
+        told.clear()
+        target[:] = bytes(len(target))
+        sender = threading.Thread(target=theirs.sendall, args=(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body,))
+        sender.start()
+        found = connection.receive("GET", Landing(target, arrived=lambda *span: told.append(span)), "GET k")
+        sender.join()
+        assert found.body == body
+        assert [round(end / (1 << 20)) for _, end in told] == spans
+        assert [start for start, _ in told] == [0, *(end for _, end in told[:-1])]
+        spans = [2, 5] if seconds == 0 else spans
