@@ -97,9 +97,6 @@ class _Node:
 
     def __init__(self, dram: DramTier, stack: Stack, peers: Peers, tiers: Mapping[str, TenantTiers], plane: Plane) -> None:
         self.dram, self.stack, self.peers, self.tiers, self.plane = dram, stack, peers, tiers, plane
-        self.registry = Registry(None)
-        for mib in _SHAPES:
-            self.registry.learn(namespace(mib))
 
     @classmethod
     @asynccontextmanager
@@ -128,9 +125,7 @@ async def serve(sizes: Sequence[int], listen: str, networks: tuple[str, ...]) ->
         host = listen.rpartition(":")[0]
         raw = socket.create_server((host, 0))
         threading.Thread(target=_serve_raw, args=(raw, node.dram), daemon=True).start()
-        opening = Peering.open(
-            node.plane, node.tiers, node.registry, movers, SystemClock(), lambda _: False, listen=listen, networks=networks
-        )
+        opening = Peering.open(node.plane, node.tiers, movers, SystemClock(), lambda _: False, listen=listen, networks=networks)
         async with opening as peering:
             where = {"port": peering.address[1], "raw": raw.getsockname()[1], "places": places}
             print(msgspec.json.encode(where).decode(), flush=True)

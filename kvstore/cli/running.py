@@ -87,7 +87,6 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                 Peering.open(
                     node.service.plane,
                     node.tiers,
-                    node.registry,
                     node.movers,
                     node.clock,
                     node.mesh.peers.owns,

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from kvstore.ids import Namespace
 from tiering import Miss
 
 BLOCKS: Final = "/v1/peer/blocks"
@@ -42,8 +43,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Blocks of one shard of one namespace.
 
     Attributes:
-        tenant: Whose.
-        namespace: Its id.
+        namespace: Its fields: whoever is asked may have its blocks on disk, and not have heard of it since it started.
         shard: As text.
         prefixes: PrefixIds, 32 bytes each.
         tokens: The length of each block.
@@ -51,8 +51,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         speed: Bytes a second that this link carries, as measured by whoever asks; 0 while unknown. It tells whether coding pays.
     """
 
-    tenant: str
-    namespace: str
+    namespace: Namespace
     shard: str
     prefixes: bytes
     tokens: tuple[int, ...]

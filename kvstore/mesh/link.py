@@ -402,8 +402,7 @@ async def _run(threads: ThreadPoolExecutor, work: Callable[[], T], cut: Callable
 def _ask(batch: Sequence[Delivery], *, through: bool, speed: int) -> frames.Ask:
     block = batch[0].block
     return frames.Ask(
-        tenant=block.namespace.tenant,
-        namespace=block.name.namespace,
+        namespace=block.namespace,
         shard=str(block.name.shard),
         prefixes=pack_prefixes([each.block.name.prefix_id for each in batch]),
         tokens=tuple(each.block.name.tokens for each in batch),

@@ -13,14 +13,13 @@ import msgspec
 from kvstore import codec
 from kvstore.clock import Clock
 from kvstore.errors import Corrupt, KVTierError, Overloaded
-from kvstore.ids import Namespace, Shard
+from kvstore.ids import Shard
 from kvstore.mesh import frames
 from kvstore.mesh.coding import CODED, Worth
 from kvstore.objects.gate import ByteGate
 from kvstore.repo import BlockWant
 from kvstore.service.names import Names
 from kvstore.service.plane import Plane, TenantTiers
-from kvstore.service.registry import Registry
 from tiering import Lease, Miss, Movers, Reach, Stack, Want
 
 _IN_MEMORY: Final = 16 << 20  # bytes of a piece: some milliseconds of a fast link
@@ -78,7 +77,6 @@ class Lending:
         self,
         plane: Plane,
         tiers: Mapping[str, TenantTiers],
-        registry: Registry,
         movers: Movers,
         clock: Clock,
         owns: Callable[[bytes], bool],
@@ -87,7 +85,7 @@ class Lending:
         tiers_s: float,
         through_s: float,
     ) -> None:
-        self._plane, self._tiers, self._registry, self._movers, self._clock = plane, tiers, registry, movers, clock
+        self._plane, self._tiers, self._movers, self._clock = plane, tiers, movers, clock
         self._owns, self._gate, self._worth = owns, gate, Worth(clock)
         self._seconds = {Reach.DISK: tiers_s, Reach.ORIGIN: through_s}
         self.counts: Counter[str] = Counter()
@@ -105,7 +103,7 @@ class Lending:
             yield self._nothing(range(len(ask.tokens)), wants)
             return
         allowed = _leading(wants, most)
-        stack = self._tiers[ask.tenant].stack
+        stack = self._tiers[ask.namespace.tenant].stack
         coding = 0
         if self._worth.pays(ask.speed):
             coding = allowed if self._worth.measured else 1
@@ -130,20 +128,11 @@ class Lending:
                     await task.result().aclose()
 
     async def _wants(self, ask: frames.Ask, shard: Shard) -> list[Want] | Miss:
-        if ask.tenant not in self._tiers:
+        tenant = ask.namespace.tenant
+        if tenant not in self._tiers:
             return Miss.ABSENT
-        until = self._clock.monotonic() + self._seconds[Reach.DISK]
-        try:
-            await self._plane.settled(ask.tenant, until)
-            fields: Namespace | None = self._registry.known(ask.tenant, ask.namespace)
-            if fields is None:
-                async with asyncio.timeout(self._seconds[Reach.DISK]):
-                    fields = await self._registry.get(ask.tenant, ask.namespace)
-            return Names(fields, shard).wants(ask.prefixes, ask.tokens)
-        except TimeoutError:
-            return Miss.TIMEOUT
-        except KVTierError:  # nobody here knows it, nor the bucket
-            return Miss.ABSENT
+        await self._plane.settled(tenant, self._clock.monotonic() + self._seconds[Reach.DISK])
+        return Names(ask.namespace, shard).wants(ask.prefixes, ask.tokens)
 
     def _parts(self, stack: Stack, wants: Sequence[Want], through: bool, *, alone: int) -> list[_Part]:
         """Blocks in memory go together, and those that take time in smaller parts; the first few alone."""

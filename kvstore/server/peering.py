@@ -24,7 +24,6 @@ from kvstore.mesh import frames
 from kvstore.objects.gate import ByteGate
 from kvstore.server.lending import Lending
 from kvstore.service.plane import Plane, TenantTiers
-from kvstore.service.registry import Registry
 from tiering import Movers, settled
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,6 @@ class Peering:
         cls,
         plane: Plane,
         tiers: Mapping[str, TenantTiers],
-        registry: Registry,
         movers: Movers,
         clock: Clock,
         owns: Callable[[bytes], bool],
@@ -104,7 +102,6 @@ class Peering:
         Args:
             plane: For what its writers have published.
             tiers: By tenant.
-            registry: Known namespaces.
             movers: Threads that code.
             clock: For deadlines.
             owns: Whether this node fetches a block from the bucket for all.
@@ -121,7 +118,7 @@ class Peering:
         listener = _listening(listen, loopback_only=not networks)
         most = min([limits.lent, *(each.dram.limit // 4 for each in tiers.values())])
         gate = ByteGate(max(1, most), limits.tiers_s)
-        lending = Lending(plane, tiers, registry, movers, clock, owns, gate, tiers_s=limits.tiers_s, through_s=limits.through_s)
+        lending = Lending(plane, tiers, movers, clock, owns, gate, tiers_s=limits.tiers_s, through_s=limits.through_s)
         self = cls(listener, trusted, lending, tiers, limits)
         accepting = asyncio.create_task(self._accept())
         try:

@@ -105,7 +105,7 @@ class Counted:
 
 @asynccontextmanager
 async def mesh_node(
-    name, *, dram=32 << 20, bucket=None, nvme=None, limits=None, settings=None, links=None, ns=NS, networks=(), placement=True
+    name, *, dram=32 << 20, bucket=None, nvme=None, limits=None, settings=None, links=None, networks=(), placement=True
 ):
     clock, directory = SystemClock(), Told()
     async with AsyncExitStack() as life:
@@ -117,12 +117,10 @@ async def mesh_node(
         peers = await enter(Peers.open(name, directory, lines, clock, settings, placement=placement))
         origins = [peers, bucket] if bucket is not None else [peers]
         stack = await enter(Stack.open(tier, disk, origins, StackSettings(lenders=frozenset({"peer"}))))
-        registry = Registry(None)
-        registry.learn(ns)
         tiers = {ME: TenantTiers(tier, stack, ())}
-        plane = Plane(tiers, registry, None, clock, movers, Turns(speculative=1))
+        plane = Plane(tiers, Registry(None), None, clock, movers, Turns(speculative=1))
         life.push_async_callback(plane.aclose)
-        opening = Peering.open(plane, tiers, registry, movers, clock, peers.owns, limits=limits, networks=networks)
+        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits, networks=networks)
         yield MeshNode(name, directory, lines, peers, tier, stack, await enter(opening))
 
 

@@ -172,6 +172,16 @@ async def test_bytes_that_changed_while_they_were_read_are_another_sources():
         lease.release()
 
 
+async def test_leading_layers_are_told_of_as_they_come():
+    async with pair() as (a, b):
+        wants = wants_of(1)
+        a.put(wants)
+        place, told = bytearray(wants[0].size), []
+        assert await b.peers.fetch(wants[0], memoryview(place), told.append) is None
+        assert told == sorted(told)
+        assert told[-1] == wants[0].size
+
+
 def _frame(what, place, nbytes, extra=b""):
     return b"%010x\r\n" % (nbytes + 16) + frames._FRAME.pack(what, place, nbytes) + extra
 
@@ -261,8 +271,7 @@ async def test_a_reader_that_leaves_ends_its_answer():
 def _asking(node, wants, **more):
     """A connection on which these were asked for."""
     ask = frames.Ask(
-        tenant="default",
-        namespace=NS.id,
+        namespace=NS,
         shard="t0of1.p0of1.g0",
         prefixes=b"".join(bytes.fromhex(each.ref.name.prefix_id) for each in wants),
         tokens=tuple(each.ref.name.tokens for each in wants),
@@ -279,7 +288,7 @@ def _post(path, body, length=None, kind=frames.MEDIA_TYPE):
 
 
 def _ask(**fields):
-    fine = {"tenant": "default", "namespace": NS.id, "shard": "t0of1.p0of1.g0", "prefixes": bytes(32), "tokens": [64]}
+    fine = {"namespace": NS, "shard": "t0of1.p0of1.g0", "prefixes": bytes(32), "tokens": [64]}
     return msgspec.msgpack.encode(fine | fields)
 
 
@@ -292,6 +301,8 @@ NONSENSE = {
     "no length": b"POST /v1/peer/blocks HTTP/1.1\r\nContent-Type: application/msgpack\r\n\r\n",
     "no msgpack": _post(frames.BLOCKS, b"\xff" * 50),
     "an unknown field": _post(frames.BLOCKS, _ask(more=1)),
+    "too many tokens": _post(frames.BLOCKS, _ask(tokens=[129])),
+    "no namespace": _post(frames.BLOCKS, _ask(namespace={"model": "m", "revision": "r", "layers": 0})),
     "no shard": _post(frames.BLOCKS, _ask(shard="../etc")),
     "no blocks": _post(frames.BLOCKS, _ask(prefixes=b"", tokens=[])),
     "too many blocks": _post(frames.BLOCKS, _ask(prefixes=bytes(32) * 600, tokens=[64] * 600)),
@@ -316,7 +327,7 @@ async def test_a_request_that_is_none_is_refused_and_others_are_served(said):
 
 @pytest.mark.parametrize(
     ("fields", "miss"),
-    [({"tenant": "another"}, Miss.ABSENT), ({"namespace": "0" * 64}, Miss.ABSENT), ({"tokens": [65]}, Miss.ABSENT)],
+    [({"namespace": msgspec.structs.replace(NS, tenant="another")}, Miss.ABSENT), ({"prefixes": bytes(32)}, Miss.ABSENT)],
 )
 async def test_what_a_node_does_not_know_is_a_miss(fields, miss):
     async with mesh_node("a") as a:
@@ -337,7 +348,7 @@ async def test_only_trusted_addresses_may_connect():
 
 async def test_a_listener_beyond_loopback_needs_networks():
     async with mesh_node("a") as a:
-        opening = type(a.peering).open(a.stack, {}, None, None, None, None, listen="0.0.0.0:0")
+        opening = type(a.peering).open(a.stack, {}, None, None, None, listen="0.0.0.0:0")
         with pytest.raises(Invalid, match="no network is trusted"):
             async with opening:
                 pass
