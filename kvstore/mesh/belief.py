@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_BLOCKS: Final = 16_000_000
-_RETIRED: Final = 256  # bits, until all beliefs are gone through to use them again
+_RETIRED: Final = 256  # bits, until all beliefs are gone through to use them again ...
+_STEP: Final = 2048  # ... so many with each change
 _HEAD: Final = struct.Struct("<Q")
 
 
@@ -46,7 +47,8 @@ class Belief:
         self._half = max(1, most // 2)
         self._young, self._old = dict[int, int](), dict[int, int]()
         self._alive = 0
-        self._free, self._retired = list[int](), list[int]()
+        self._free, self._retired, self._cleaning = list[int](), list[int](), list[int]()
+        self._dirty = list[int]()
         self.width = 8
 
     def __len__(self) -> int:
@@ -54,8 +56,6 @@ class Belief:
 
     def place(self) -> int:
         """A new one: its bit, a column of what `runs` answers."""
-        if len(self._retired) >= _RETIRED:
-            self._sweep()
         if not self._free:
             self._free = list(range(self.width - 1, self.width - 9, -1))
             self.width += 8
@@ -67,11 +67,11 @@ class Belief:
         """That place is no more, and has nothing."""
         self._alive &= ~(1 << bit)
         self._retired.append(bit)
-        if not self._alive:
-            self._sweep()
+        self._clean()
 
     def add(self, bit: int, keys: Sequence[bytes]) -> None:
         """These are at that place."""
+        self._clean()
         at, young, old = 1 << bit, self._young, self._old
         shared: dict[int, int] = {}  # neighbours are at the same places: one integer for all of them
         for key in heads(keys):
@@ -87,16 +87,13 @@ class Belief:
 
     def drop(self, bits: Sequence[int], keys: Sequence[bytes]) -> None:
         """These are at none of those places."""
-        left = ~sum(1 << bit for bit in bits)
+        self._clean()
+        left = self._alive & ~sum(1 << bit for bit in bits)
         for key in heads(keys):
             for part in (self._young, self._old):
                 was = part.get(key)
                 if was is not None:
-                    now = was & self._alive & left
-                    if now:
-                        part[key] = now
-                    else:
-                        del part[key]
+                    self._set(part, key, was & left)
 
     def runs(self, keys: Sequence[bytes]) -> Runs:
         """Where a prompt's blocks are, in order, up to the first that is nowhere."""
@@ -121,13 +118,26 @@ class Belief:
         places = np.unpackbits(raw.reshape(len(masks), size), axis=1, bitorder="little").astype(np.bool_)
         return Runs([*bounds, at], places)
 
-    def _sweep(self) -> None:
-        alive = self._alive
-        self._young, self._old = (
-            {key: mask & alive for key, mask in part.items() if mask & alive} if alive else {} for part in (self._young, self._old)
-        )
-        self._free += self._retired
-        self._retired = []
+    def _clean(self) -> None:
+        """Take given-up bits from some more beliefs; what is written while that goes on has none of them."""
+        for key in self._dirty[-_STEP:]:
+            for part in (self._young, self._old):
+                if (was := part.get(key)) is not None:
+                    self._set(part, key, was & self._alive)
+        del self._dirty[-_STEP:]
+        if not self._dirty:
+            self._free += self._cleaning
+            self._cleaning = []
+            if len(self._retired) >= _RETIRED:
+                self._cleaning, self._retired = self._retired, []
+                self._dirty = [*self._young, *self._old]
+
+    @staticmethod
+    def _set(part: dict[int, int], key: int, mask: int) -> None:
+        if mask:
+            part[key] = mask
+        else:
+            del part[key]
 
 
 def heads(keys: Sequence[bytes]) -> Sequence[int]:

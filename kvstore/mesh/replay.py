@@ -95,6 +95,8 @@ class Replay:
         return (lambda: self._join(name)) if joins else (lambda: self._die(name))
 
     def _join(self, name: str) -> None:
+        if name in self._nodes:  # another life, perhaps before the death was noticed
+            self._router.left(self._nodes[name])
         node = self._nodes[name] = Node(name, self._setup)
         self._router.joined(node)
 
@@ -105,7 +107,8 @@ class Replay:
             self._holders[key].pop(node, None)
 
         def noticed() -> None:
-            self._router.left(node)
+            if self._nodes[name] is node:
+                self._router.left(node)
             for job in node.jobs():
                 self._arrives(job)()
 

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from blake3 import blake3
+
 from kvstore.clock import SeededIds
 from kvstore.mesh.members import owner
 from kvstore.mesh.replay_nodes import Job, Node, Setup
@@ -55,7 +57,7 @@ class _Simple:
         self.nodes[node.name] = node
 
     def left(self, node: Node) -> None:
-        del self.nodes[node.name]
+        self.nodes.pop(node.name, None)
 
     def told(self, node: str, has: Sequence[bytes], lost: Sequence[bytes], *, disk: bool) -> None:
         pass
@@ -83,8 +85,20 @@ class SessionHash(_Simple):
 
     def choose(self, job: Job) -> str:
         """Always the same one, while nodes are the same."""
-        keys = job.request.keys
-        return owner(keys[min(1, len(keys) - 1)], list(self.nodes)) if keys else self.turn(list(self.nodes))
+        names, keys = list(self.nodes), job.request.keys
+        return self.of(keys[min(1, len(keys) - 1)], names) if keys else self.turn(names)
+
+    def of(self, key: bytes, names: Sequence[str]) -> str:
+        """Whose this block is."""
+        return owner(key, names)
+
+
+class SessionModulo(SessionHash):
+    """The same by the remainder of a hash: a node that comes or goes moves nearly all."""
+
+    def of(self, key: bytes, names: Sequence[str]) -> str:
+        """Whose this block is."""
+        return names[int.from_bytes(blake3(key).digest(8)) % len(names)]
 
 
 class LongestPrefix(_Simple):
@@ -151,6 +165,7 @@ BASELINE: Final = "round-robin"
 ROUTERS: Final[dict[str, Callable[[Setup, Callable[[], float]], Chooses]]] = {
     BASELINE: RoundRobin,
     "session-hash": SessionHash,
+    "session-modulo": SessionModulo,
     "longest-prefix": LongestPrefix,
     "least-loaded": LeastLoaded,
     "kvtier": ByPrice,

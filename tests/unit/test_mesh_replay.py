@@ -90,6 +90,7 @@ def test_its_router_foresees_what_happens():
 def test_a_death_costs_nobody_the_answer(router):
     requests = chats()
     changes = [Change(20.0, "n1", joins=False), Change(25.0, "n9", joins=True), Change(30.0, "n1", joins=True)]
+    changes += [Change(35.0, "n9", joins=False), Change(35.5, "n9", joins=True)]  # before its death is noticed
     found = run(requests, router, changes=changes)
     assert len(found) == len(requests)
     assert not [one for one in found if one.node == "n1" and 20 < one.at_s + one.ttft_s < 30]

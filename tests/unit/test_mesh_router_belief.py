@@ -1,7 +1,10 @@
 """What is believed to be where: runs, places that are forgotten at once, and bounds."""
 
+import random  # noqa: TID251  seeded
+
 import pytest
 
+from kvstore.mesh import belief as module
 from kvstore.mesh.belief import Belief
 
 
@@ -50,7 +53,7 @@ def test_a_forgotten_place_has_nothing_and_its_successor_neither(belief):
         belief.forget(gone)
         gone = belief.place()
         assert where(belief, [1, 2], kept, gone) == ([0, 1], [[True, False]])
-    assert belief.width <= 8 + 256 + 8
+    assert belief.width <= 8 + 2 * 256 + 8
 
 
 def test_places_of_a_block_that_went_together_part_nothing(belief):
@@ -69,3 +72,32 @@ def test_it_is_bounded_and_remembers_what_is_told_again():
         assert len(belief) <= 100
     assert where(belief, [1, 999], place) == ([0, 2], [[True]])
     assert where(belief, [10], place) == ([0], [])
+
+
+def test_bits_are_used_again_only_when_no_belief_has_them(monkeypatch):
+    monkeypatch.setattr(module, "_STEP", 7)
+    monkeypatch.setattr(module, "_RETIRED", 4)
+    belief, rng = Belief(10_000), random.Random(1)
+    places = [belief.place() for _ in range(5)]
+    has = {place: set() for place in places}
+    for _ in range(3000):
+        at = rng.randrange(5)
+        some = [rng.randrange(300) for _ in range(3)]
+        if rng.random() < 0.1:
+            belief.forget(places[at])
+            del has[places[at]]
+            places[at] = belief.place()
+            assert places[at] not in has
+            has[places[at]] = set()
+        elif rng.random() < 0.3:
+            belief.drop([places[at]], keys(*some))
+            has[places[at]] -= set(some)
+        else:
+            belief.add(places[at], keys(*some))
+            has[places[at]] |= set(some)
+        number = rng.randrange(300)
+        believed = list(belief.runs(keys(number)).places) or [[False] * belief.width]
+        assert [place for place in sorted(places) if believed[0][place]] == [
+            place for place in sorted(places) if number in has[place]
+        ]
+    assert belief.width < 200
