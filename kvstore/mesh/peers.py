@@ -40,7 +40,7 @@ class Peers:
         node: This one's id.
         directory: Who has what, as far as is known.
         links: To members.
-        clock: For patience.
+        clock: For rests.
         settings: Bounds.
         placement: Whether a block that nobody has is asked of its owner, who reads it from the bucket for all.
 
@@ -170,7 +170,7 @@ class Peers:
 
     async def _ask(self, supplier: Supplier, delivery: Delivery, *, through: bool) -> Miss | None:
         """One block of one peer. TIMEOUT: longer than it should take, so that whoever is next should be asked."""
-        if not supplier.patience.ask():
+        if not supplier.rest.over:
             return Miss.UNAVAILABLE
         settings, want = self._settings, delivery.want
         seconds = settings.patience_s + settings.slack * supplier.expected(want.size) + settings.through_s * through
@@ -183,11 +183,11 @@ class Peers:
         if late:
             self.counts["hedged"] += 1
             if not through:
-                supplier.patience.silent()
+                supplier.rest.silent()
             return Miss.TIMEOUT
         miss = delivery.done.result()
         if miss is not Miss.UNAVAILABLE:
-            supplier.patience.answered()
+            supplier.rest.answered()
         if miss is Miss.CORRUPT:
             self.counts["corrupt"] += 1
             log.warning("%s sent a block that is not what it claims", supplier.member.node)

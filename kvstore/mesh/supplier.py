@@ -13,11 +13,11 @@ from kvstore.mesh.delivery import Delivery
 from kvstore.mesh.frames import MOST_BLOCKS
 from kvstore.mesh.link import Link
 from kvstore.mesh.members import Member
-from kvstore.mesh.patience import Patience
 from tiering import Miss
 
 _WEIGHT: Final = 0.3  # of the newest look at a speed
 _LOOK: Final = 1 << 20  # bytes of one
+_FIRST_S, _LONGEST_S = 1.0, 15.0  # rests
 _BATCH_S: Final = 0.1  # what one request may take
 _BATCH: Final = 32 << 20
 
@@ -46,6 +46,29 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     unmeasured: float = 100e6
 
 
+class Rest:
+    """Leaves a peer alone that did not answer, longer each time. Then all may ask: a block that waits is a request that waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until, self._pause = 0.0, 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether to ask."""
+        return self._clock.monotonic() >= self._until
+
+    def answered(self) -> None:
+        """It answers."""
+        self._pause = 0.0
+
+    def silent(self) -> None:
+        """It did not. Several who had asked at the same time count as one."""
+        if self.over:
+            self._pause = min(_LONGEST_S, 2 * self._pause or _FIRST_S)
+            self._until = self._clock.monotonic() + self._pause
+
+
 class Supplier:
     """Batches what is wanted of one peer, for each of its lanes.
 
@@ -53,17 +76,17 @@ class Supplier:
         member: Who.
         link: To it.
         settings: Bounds.
-        clock: For patience.
+        clock: Of its rests.
 
     Attributes:
         load: Bytes asked for and not yet come.
         speed: Bytes a second, as measured; 0 while unknown.
-        patience: Whether it is worth asking.
+        rest: Whether it is left alone.
     """
 
     def __init__(self, member: Member, link: Link, settings: PeerSettings, clock: Clock) -> None:
         self.member, self._link, self._settings = member, link, settings
-        self.patience = Patience(clock)
+        self.rest = Rest(clock)
         self.load, self.speed = 0, 0.0
         self._queues: dict[bool, deque[Delivery]] = {False: deque(), True: deque()}
         self._running = {False: 0, True: 0}
@@ -149,7 +172,7 @@ class Supplier:
             else:  # cut, because of another block: these are still wanted
                 self._queues[through].extendleft(reversed(left))
         if failed:
-            self.patience.silent()
+            self.rest.silent()
         self._pump_soon()
 
 
