@@ -2,7 +2,7 @@
 
 A real engine's own scheduler asks, in the process that is measured. Run it in the environment of scripts/test-engines:
 
-    .venv-engines/bin/python benchmarks/engine_lookups.py --requests 1000 --stopped 20
+    .venv-engines/bin/python benchmarks/engine_lookups.py --requests 1000 --stopped 20 --seconds 200
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,18 @@ def said(row: str, calls: dict[str, list[float]], answers: dict[str, list[float]
 class Asked:
     """One engine, and how long its scheduler's questions took."""
 
-    def __init__(self, name: str, engine: Any) -> None:
-        self._name, self._engine = name, engine
+    def __init__(self, name: str, engine: Any, seconds: float) -> None:
+        self._name, self._engine, self._seconds = name, engine, seconds
 
     def ask(self, row: str, ids: list[list[int]], requests: int) -> None:
-        """So many requests, each when the engine has forgotten everything."""
-        some = [ids[number % len(ids)] for number in range(requests)]
-        cached = self._engine.call("vllm_calls:ask_again", timeout_s=600, prompts=some, connector=self._name == TIER)
+        """So many requests, or as many as there is time for, each when the engine has forgotten everything."""
+        ends, done, cached = time.monotonic() + self._seconds, 0, 0
+        while done < requests and time.monotonic() < ends:
+            some = [ids[number % len(ids)] for number in range(min(requests - done, 2 * len(ids)))]
+            cached += self._engine.call("vllm_calls:ask_again", prompts=some, connector=self._name == TIER)
+            done += len(some)
         times = self._engine.call("vllm_calls:lookup_times")
-        said(f"{self._name}: {row}", times["calls"], times["answers"], requests=requests, cached=round(cached / requests))
+        said(f"{self._name}: {row}", times["calls"], times["answers"], requests=done, cached=round(cached / done))
 
 
 def main() -> None:
@@ -53,6 +57,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="whole blocks of a prompt")
     parser.add_argument("--requests", type=int, default=1000, help="with a warm node")
     parser.add_argument("--stopped", type=int, default=20, help="requests with a node that is stopped")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of a row, at most")
     parser.add_argument("--engines", default=f"{CONNECTOR},{TIER}", help="which of them, with commas between")
     options = parser.parse_args()
     model, tokens = smollm2(), options.blocks * CHUNK + REST
@@ -66,7 +71,7 @@ def main() -> None:
         for name in options.engines.split(","):
             settings = {"connector": configuration(name, node.url, folder), **length}
             with harness.Engine(name.replace(" ", "-"), folder, model, **settings) as engine:
-                ids, asked = prompts(model, tokens, 4), Asked(name, engine)
+                ids, asked = prompts(model, tokens, 4), Asked(name, engine, options.seconds)
                 for each in ids:
                     engine.generate(each, max_tokens=1)
                     engine.generate(list(range(100, 120)), max_tokens=4)  # steps in which what was computed is handed down
