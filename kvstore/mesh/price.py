@@ -122,21 +122,17 @@ class Prices:
 
     def __init__(self, table: Table, bounds: Floats, tokens: int, token_bytes: int, here: Flags) -> None:
         self._table, self._tokens = table, tokens
-        self._bounds = (
-            np.minimum(bounds, tokens - 1).astype(np.int64).tolist()
-        )  # the last token is computed: its logits are the answer
+        start = np.minimum(bounds, tokens - 1)  # the last token is computed in any case: its logits are the answer
+        self._bounds: list[int] = start.astype(np.int64).tolist()
+        self._lengths = np.diff(start)
         self._source, load = _loads(table, np.diff(bounds) * token_bytes, here)
-        each = np.arange(len(table.names))
-        start = np.minimum(bounds, tokens - 1)[:, None]
         positions = (tokens - start) * (tokens + start - 1) / 2
-        compute = table.token_s * (tokens - start) + table.position_s * positions
-        self._split = np.argmin(load + compute, axis=0)
-        self._found = np.isfinite(load).sum(axis=0) - 1
-        loaded = np.arange(len(bounds) - 1)[:, None] < self._split
-        lengths = np.diff(np.array(self._bounds, np.int64))
-        by = [lengths @ (loaded & (self._source == at)) for at in range(len(SOURCES))]
-        self._by = np.array([*by, tokens - sum(by)])
-        load, compute = load[self._split, each], compute[self._split, each]
+        compute = np.outer(table.token_s, tokens - start)
+        compute += np.outer(table.position_s, positions)
+        self._split = np.argmin(load + compute, axis=1)
+        self._found = np.isfinite(load).sum(axis=1) - 1
+        each = np.arange(len(table.names))
+        load, compute = load[each, self._split], compute[each, self._split]
         busy = np.minimum(table.busy, MOST_BUSY)
         self._terms = 1e3 * np.array([table.queue_s, load, compute, (load + compute) * busy / (1 - busy)])
         self.price: Floats = self._terms.sum(axis=0)
@@ -144,11 +140,15 @@ class Prices:
     def steps(self, row: int) -> list[tuple[int, int, int]]:
         """What one candidate loads, in order: tokens [start, stop) from the source of that index."""
         split, bounds = self._split[row], self._bounds
-        return list(zip(bounds[:split], bounds[1 : split + 1], self._source[:split, row].tolist(), strict=True))
+        return list(zip(bounds[:split], bounds[1 : split + 1], self._source[row, :split].tolist(), strict=True))
 
     def of(self, row: int) -> Priced:
         """One candidate, with reasons."""
-        split = self._bounds[self._split[row]]
+        runs = self._split[row]
+        split = self._bounds[runs]
+        gpu, dram, nvme, peer, bucket = (
+            np.bincount(self._source[row, :runs], self._lengths[:runs], len(SOURCES)).astype(np.int64).tolist()
+        )
         queue, load, compute, imbalance = self._terms[:, row].tolist()
         return Priced(
             candidate=self._table.names[row],
@@ -160,7 +160,7 @@ class Prices:
             imbalance_ms=imbalance,
             split=split,
             found=self._bounds[self._found[row]],
-            tokens=Tokens(*self._by[:, row].tolist()),
+            tokens=Tokens(gpu, dram, nvme, peer, bucket, self._tokens - split),
         )
 
 
@@ -172,24 +172,25 @@ def price(table: Table, bounds: Sequence[int], tokens: int, token_bytes: int, he
         bounds: Where runs begin, in tokens, and where the last one ends; [0] where nothing is stored.
         tokens: Of the whole prompt, at least 1.
         token_bytes: Of KV of one token.
-        here: Whether a candidate can get a run from a source, (sources, runs, candidates).
+        here: Whether a candidate can get a run from a source, (sources, candidates, runs).
     """
     return Prices(table, np.array(bounds, np.float64), tokens, token_bytes, here)
 
 
 def _loads(table: Table, nbytes: Floats, here: Flags) -> tuple[NDArray[np.int64], Floats]:
-    """The soonest source of each run, (runs, candidates); seconds up to each bound, (runs + 1, candidates), inf behind a hole."""
+    """The soonest source of each run, (candidates, runs); seconds up to each bound, (candidates, runs + 1), inf behind a hole."""
     least: Floats = np.full(here.shape[1:], np.inf)
-    source: NDArray[np.int64] = np.zeros(here.shape[1:], np.int64)
+    latency, source = np.zeros_like(least), np.zeros(least.shape, np.int64)
     for at in range(len(SOURCES)):
-        if not here[at].any():
-            continue
-        seconds = table.latency_s[at] + nbytes[:, None] * table.byte_s[at]
-        sooner = here[at] & (seconds < least)
-        np.copyto(least, seconds, where=sooner)
-        np.copyto(source, at, where=sooner)
-    again = source[1:] == source[:-1]  # goes on in the same request
-    least[1:] -= again * np.take_along_axis(table.latency_s, source[1:], axis=0)
-    up_to: Floats = np.zeros((len(least) + 1, *least.shape[1:]))
-    np.cumsum(least, axis=0, out=up_to[1:])
+        if here[at].any():
+            once = table.latency_s[at][:, None]
+            seconds = np.outer(table.byte_s[at], nbytes)
+            seconds += once
+            sooner = here[at] & (seconds < least)
+            np.copyto(least, seconds, where=sooner)
+            np.copyto(latency, once, where=sooner)
+            np.copyto(source, at, where=sooner)
+    least[:, 1:] -= latency[:, 1:] * (source[:, 1:] == source[:, :-1])  # it goes on in the same request
+    up_to: Floats = np.zeros((len(least), here.shape[2] + 1))
+    np.cumsum(least, axis=1, out=up_to[:, 1:])
     return source, up_to

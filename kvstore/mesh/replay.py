@@ -160,7 +160,7 @@ class Replay:
         else:
             hits = len(request.keys)
         tokens = [min(block * BLOCK_TOKENS, request.tokens) for block in (*bounds, hits)]
-        flags = np.array(runs, np.bool_).reshape(len(runs), len(SOURCES)).T[:, :, None]
+        flags = np.array(runs, np.bool_).reshape(len(runs), len(SOURCES)).T[:, None]
         return price(self._table, tokens, request.tokens, self._setup.machine.token_bytes, flags), hits
 
     def _sent(self, peers: Mapping[Node, Sequence[bytes]]) -> float:

@@ -285,15 +285,14 @@ class _Columns:
         self._peers_dram, self._peers_nvme = (np.array([one[at] for one in sorted(mine)], np.int64) for at in range(2))
 
     def here(self, places: Flags, bucket: int) -> Flags:
-        """Whether a candidate can get a run from a source, (sources, runs, candidates)."""
-        found = np.zeros((len(SOURCES), len(places), len(self._gpu)), np.bool_)
-        found[0] = places[:, self._gpu]
-        found[1] = places[:, self._dram] | places[:, self._routed]
-        found[2] = places[:, self._nvme]
-        peers = (places[:, self._peers_dram] | places[:, self._peers_nvme]).sum(axis=1)
-        own = places[:, self._dram] | found[2]
-        found[3] = (peers[:, None] - own > 0) & self._shares
-        found[_BUCKET] = places[:, bucket, None]
+        """Whether a candidate can get a run from a source, (sources, candidates, runs)."""
+        at = np.ascontiguousarray(places.T)
+        found = np.zeros((len(SOURCES), len(self._gpu), len(places)), np.bool_)
+        dram = at[self._dram]
+        found[0], found[1], found[2] = at[self._gpu], dram | at[self._routed], at[self._nvme]
+        peers = (at[self._peers_dram] | at[self._peers_nvme]).sum(axis=0)
+        found[3] = (peers > (dram | found[2])) & self._shares[:, None]
+        found[_BUCKET] = at[bucket]
         return found
 
 

@@ -16,7 +16,7 @@ SLOW = Speeds(1e-2, 0.0, SPEEDS.dram, SPEEDS.nvme, SPEEDS.peer, SPEEDS.bucket)
 
 def flags(*runs):
     """One candidate: the names of the sources of each run."""
-    return np.array([[[name in run] for run in runs] for name in SOURCES], np.bool_).reshape(len(SOURCES), len(runs), 1)
+    return np.array([[[name in run] for run in runs] for name in SOURCES], np.bool_).reshape(len(SOURCES), 1, len(runs))
 
 
 def priced(bounds, tokens, here, speeds=SPEEDS, token_bytes=100 * KB):
@@ -69,7 +69,7 @@ def test_queue_and_imbalance_are_added_and_told_apart():
     table = Table(["idle", "busy"], [SPEEDS, SPEEDS])
     table.queue_s[:] = [0.0, 0.25]
     table.busy[:] = [0.0, 0.5]
-    both = price(table, [0], 1000, KB, np.zeros((len(SOURCES), 0, 2), np.bool_))
+    both = price(table, [0], 1000, KB, np.zeros((len(SOURCES), 2, 0), np.bool_))
     idle, busy = both.of(0), both.of(1)
     assert (idle.queue_ms, idle.imbalance_ms, busy.queue_ms) == (0, 0, 250)
     assert busy.imbalance_ms == pytest.approx(busy.compute_ms)  # half of the time busy: who comes next waits as long again
@@ -81,7 +81,7 @@ def test_queue_and_imbalance_are_added_and_told_apart():
 def test_nobody_is_infinitely_dear():
     table = Table(["e"], [SPEEDS])
     table.busy[:] = 7.0
-    assert math.isfinite(price(table, [0], 10, KB, np.zeros((len(SOURCES), 0, 1), np.bool_)).of(0).price)
+    assert math.isfinite(price(table, [0], 10, KB, np.zeros((len(SOURCES), 1, 0), np.bool_)).of(0).price)
 
 
 def plainly(table, row, bounds, tokens, token_bytes, here):
@@ -91,7 +91,7 @@ def plainly(table, row, bounds, tokens, token_bytes, here):
     for run in range(len(bounds) - 1):
         nbytes = (bounds[run + 1] - bounds[run]) * token_bytes
         among = [
-            (table.latency_s[at, row] + nbytes * table.byte_s[at, row], at) for at in range(len(SOURCES)) if here[at, run, row]
+            (table.latency_s[at, row] + nbytes * table.byte_s[at, row], at) for at in range(len(SOURCES)) if here[at, row, run]
         ]
         if not among:
             break
@@ -122,8 +122,7 @@ def test_it_finds_what_a_plain_search_finds():
         runs, tokens = rng.randrange(6), rng.randrange(1, 3000)
         bounds = sorted(rng.sample(range(1, tokens + 1), min(runs, tokens)))
         bounds = [0, *bounds]
-        here = np.array([[[rng.random() < 0.5 for _ in range(4)] for _ in bounds[1:]] for _ in SOURCES], np.bool_)
-        here = here.reshape(len(SOURCES), len(bounds) - 1, 4)
+        here = np.array([[[rng.random() < 0.5 for _ in bounds[1:]] for _ in range(4)] for _ in SOURCES], np.bool_)
         found = price(table, bounds, tokens, 10_000, here)
         for row in range(4):
             one = found.of(row)
