@@ -1,15 +1,14 @@
 """How a directory looks inside a Valkey: names of keys, entries, and the scripts that change them. Each touches one hash slot.
 
 An entry says who has a block. Entries stand in 65,536 hashes ("buckets"), under the first 8 bytes of the block's key: two name the
-bucket, six the field. The value is the incarnations that have it, four bytes each. A small hash is one listpack, a run of bytes
+bucket, six the field. The value is the incarnations that have it, five bytes each. A small hash is one listpack, a run of bytes
 without a pointer, so that an entry costs little more than its own 10 bytes; a listpack ends at 512 entries
-(`hash-max-listpack-entries`), which is 33 million blocks, and holds values of at most 64 bytes, hence at most 16 holders.
+(`hash-max-listpack-entries`), which is 33 million blocks, and holds values of at most 64 bytes, hence at most 12 holders.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -18,8 +17,8 @@ from kvstore.errors import Invalid
 FORMAT: Final = 1
 BUCKETS: Final = 1 << 16
 SHORT: Final = 8  # bytes of a key that an entry is found by: enough that two of 10 million blocks meet once in some 370,000 meshes
-MOST_HOLDERS: Final = 16
-_ID: Final = struct.Struct(">I")
+MOST_HOLDERS: Final = 12
+WIDTH: Final = 5  # bytes of an incarnation: milliseconds since 2025 until 2059
 _MESH: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 _BUCKET_TTL_MS: Final = 86_400_000  # a mesh that is gone leaves nothing behind for longer than that
 
@@ -39,14 +38,15 @@ class Script:
 
 
 # A lease is a line in one hash: incarnation, when it ends by the server's clock (ms), port, host. A caller whose line is missing or
-# ended gets an incarnation that is new: what others found to be over is never true again. An incarnation is above all before it,
-# and not below the clock in seconds, so that a server that lost everything gives out no number again. The answer: the caller's
-# incarnation, whether a later life has its place, the highest incarnation so far, a version that changes with the members, and the
-# members unless the caller knows that version.
+# ended gets an incarnation that is new: what others found to be over is never true again. An incarnation is above all before it and
+# the caller's last, and not below the clock in milliseconds, so that a server that lost everything gives out no number again. The
+# answer: the caller's incarnation, whether a later life has its place, the highest incarnation so far, a version that changes with
+# the members, and the members unless the caller knows that version.
 RENEW: Final = Script("""
 local node, mine, lease, where, known = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local clock = now - 1735689600000
 local state = redis.call('HMGET', KEYS[2], 'newest', 'version')
 local newest, version = tonumber(state[1] or '0'), state[2]
 local changed = not version
@@ -72,7 +72,7 @@ for i = 1, #lines, 2 do
 end
 if replaced == 0 then
   if not listed then
-    mine = math.max(newest + 1, tonumber(time[1]))
+    mine = math.max(newest + 1, mine + 1, clock)
     changed = true
   end
   local line = string.format('%.0f %.0f %s', mine, now + lease, where)
@@ -100,13 +100,13 @@ end
 
 _PLACES = """
 local function find(value, life)
-  for at = 1, #value - 3, 4 do
-    if string.sub(value, at, at + 3) == life then return at end
+  for at = 1, #value - 4, 5 do
+    if string.sub(value, at, at + 4) == life then return at end
   end
 end
-local function without(value, at) return string.sub(value, 1, at - 1) .. string.sub(value, at + 4) end
+local function without(value, at) return string.sub(value, 1, at - 1) .. string.sub(value, at + 5) end
 local function with(value, life)
-  if #value >= 64 then value = string.sub(value, 5) end
+  if #value >= 60 then value = string.sub(value, 6) end
   return value .. life
 end
 """
@@ -137,18 +137,22 @@ CORRECT: Final = Script(
     _PLACES
     + """
 local life, newest, living = ARGV[1], tonumber(ARGV[3]), ARGV[4]
+local function number(one)
+  local a, b, c, d, e = string.byte(one, 1, 5)
+  return (((a * 256 + b) * 256 + c) * 256 + d) * 256 + e
+end
 local held, added, taken, dead = {}, 0, 0, 0
 for i = 5, #ARGV do held[ARGV[i]] = true end
 local lives = {}
-for at = 1, #living - 3, 4 do lives[string.sub(living, at, at + 3)] = true end
+for at = 1, #living - 4, 5 do lives[string.sub(living, at, at + 4)] = true end
 local entries = redis.call('HGETALL', KEYS[1])
 for i = 1, #entries, 2 do
   local field, value = entries[i], entries[i + 1]
   local kept = value
   if #living > 0 then
-    for at = #kept - 3, 1, -4 do
-      local one = string.sub(kept, at, at + 3)
-      if not lives[one] and one ~= life and struct.unpack('>I4', one) <= newest then
+    for at = #kept - 4, 1, -5 do
+      local one = string.sub(kept, at, at + 4)
+      if not lives[one] and one ~= life and number(one) <= newest then
         kept = without(kept, at)
         dead = dead + 1
       end
@@ -187,13 +191,13 @@ def bucket_of(key: bytes) -> int:
 
 def pack(lives: Iterable[int]) -> bytes:
     """Incarnations as an entry has them."""
-    return b"".join(map(_ID.pack, lives))
+    return b"".join(life.to_bytes(WIDTH, "big") for life in lives)
 
 
 def unpack(value: bytes) -> tuple[int, ...]:
     """The incarnations of an entry; of one that is damaged, whatever can be read."""
-    end = min(len(value) // 4, MOST_HOLDERS) * 4
-    return tuple(life for (life,) in _ID.iter_unpack(value[:end]))
+    end = min(len(value) // WIDTH, MOST_HOLDERS) * WIDTH
+    return tuple(int.from_bytes(value[at : at + WIDTH], "big") for at in range(0, end, WIDTH))
 
 
 class Names:

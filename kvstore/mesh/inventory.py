@@ -51,6 +51,11 @@ class Told(Protocol):
         ...
 
     @property
+    def lives(self) -> int:
+        """Grows when this node begins a life in which it has no entries yet, neither right nor wrong ones."""
+        ...
+
+    @property
     def losses(self) -> int:
         """Grows when entries may be missing or wrong."""
         ...
@@ -63,7 +68,7 @@ class Told(Protocol):
         """This node has these no more."""
         ...
 
-    async def correct(self, buckets: range, held: Callable[[int], Iterable[bytes]]) -> bool:
+    async def correct(self, buckets: Sequence[int], held: Callable[[int], Iterable[bytes]]) -> bool:
         """Make entries what this node really has."""
         ...
 
@@ -89,6 +94,13 @@ class _Picture:
         every = np.unique(np.frombuffer(b"".join(pieces), ">u8").astype(np.uint64))
         self._bounds = SHORT * np.searchsorted(every >> np.uint64(48), np.arange(BUCKETS + 1, dtype=np.uint64))
         self._bytes = every.astype(">u8").tobytes()
+        self._filled = np.unique(every >> np.uint64(48)).astype(np.int64)
+
+    def after(self, first: int) -> tuple[list[int], int]:
+        """The next few buckets that are not empty, and where to go on after them."""
+        start = int(np.searchsorted(self._filled, first))
+        found: list[int] = self._filled[start : start + _SLICE].tolist()
+        return found, found[-1] + 1 if len(found) == _SLICE else BUCKETS
 
     def bucket(self, number: int) -> set[bytes]:
         """Those of one bucket."""
@@ -119,7 +131,9 @@ class Inventory:
         self._at = 0  # the bucket that is next
         self._left = 0  # how many are still to be compared
         self._urgent = False
-        self._seen = (-1, -1)  # losses, there and here, that the present comparing began after
+        self._whole = True  # whether empty buckets are compared, too: something may be wrong in them
+        self._lives = 0  # the life, and
+        self._seen = (0, 0)  # the losses, there and here, that the present comparing began after
         self._next = 0.0
 
     @classmethod
@@ -181,26 +195,29 @@ class Inventory:
     async def step(self) -> float:
         """Compare the next few buckets, if it is time; how many seconds to wait before the next step."""
         losses = (self._directory.losses, self.missed)
-        if losses != self._seen:
-            self._seen, self._left, self._urgent = losses, BUCKETS, True
+        if self._directory.lives != self._lives or losses != self._seen:
+            self._whole = losses != self._seen
+            self._lives, self._seen, self._left, self._urgent = self._directory.lives, losses, BUCKETS, True
         if not self._urgent and self._clock.monotonic() < self._next:
             return _STEP_S
         if not self._directory.ready:
             self._forget()
             return _STEP_S
         self._left = self._left or BUCKETS
-        if self._picture is None or self._changed > _CHANGES:
-            await self._look()
+        picture = self._picture
+        if picture is None or self._changed > _CHANGES:
+            picture = await self._look()
+        end = self._at + _SLICE
+        buckets, end = (list(range(self._at, end)), end) if self._whole else picture.after(self._at)
         begun = self._clock.monotonic()
-        buckets = range(self._at, self._at + _SLICE)
         if not await self._directory.correct(buckets, self._held):
             return _STEP_S  # from here on, when it answers
         ended = self._clock.monotonic()
         pause = (ended - begun) * (1 / self._settings.share - 1)
-        self._at, self._left = buckets.stop % BUCKETS, self._left - _SLICE
+        self._at, self._left = end % BUCKETS, max(0, self._left - (end - self._at))
         if not self._left:
             self.passes += 1
-            self._urgent = False
+            self._urgent, self._whole = False, True
             self._forget()
         self._next = ended + self._settings.pass_s * _SLICE / BUCKETS
         return pause if self._urgent else _STEP_S
@@ -229,7 +246,7 @@ class Inventory:
             (held.add if has else held.discard)(short)
         return held
 
-    async def _look(self) -> None:
+    async def _look(self) -> _Picture:
         """Take a new picture. What changes meanwhile is noted from its beginning on."""
         self._forget()
         self._changes = {}
@@ -239,7 +256,9 @@ class Inventory:
             for start in range(0, len(keys), _CHUNK):
                 pieces.append(b"".join([key[:SHORT] for key in keys[start : start + _CHUNK]]))
                 await asyncio.sleep(0)
-        self._picture = await self._run(partial(_Picture, pieces))
+        picture: _Picture = await self._run(partial(_Picture, pieces))
+        self._picture = picture
+        return picture
 
     def _note(self, key: bytes, *, has: bool) -> None:
         if self._changes is not None:

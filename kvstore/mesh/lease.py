@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvstore.clock import Clock
-from kvstore.mesh.entries import RENEW, Command, Names, pack
+from kvstore.mesh.entries import RENEW, WIDTH, Command, Names, pack
 from kvstore.mesh.members import Member
 
 
@@ -59,6 +59,8 @@ class Lease:
             ValueError: It is none.
         """
         life, replaced, newest, version, lines = answer
+        if not 0 < life < 1 << 8 * WIDTH:
+            raise ValueError(f"{life} is no incarnation: is the server's clock right?")
         if self.me is None or self.me.incarnation != life:
             if self.me is not None:  # then others may have lost their places, too, and need a moment to take them again
                 self._settled = self._clock.monotonic() + self._lease_s

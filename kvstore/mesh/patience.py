@@ -21,7 +21,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait((task,), timeout=seconds)
-        if task.done():
+        if task.done() and not task.cancelled():
             return task.result()
         raise TimeoutError(f"no answer within {1000 * seconds:.0f} ms")
     finally:

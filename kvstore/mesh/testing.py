@@ -40,6 +40,7 @@ class ValkeyServer:
     Raises:
         FileNotFoundError: There is no binary.
         TimeoutError: It did not come up.
+        OSError: Its port is taken.
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
@@ -51,7 +52,7 @@ class ValkeyServer:
         self.port = 0
         for _ in range(10):  # another process may have the port
             self.port = _LOWEST_PORT + int(RandomIds().jitter() * (_HIGHEST_PORT - _LOWEST_PORT))
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, OSError):
                 self.start()
                 return
         raise TimeoutError("no Valkey came up")
@@ -64,6 +65,9 @@ class ValkeyServer:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         command = [str(self._binary), "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        with socket.socket() as taken:  # else another's server at this port would answer for ours
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("127.0.0.1", self.port))
         with (self._folder / "valkey.log").open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--dir", self._folder, *self._options],

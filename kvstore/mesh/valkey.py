@@ -10,18 +10,16 @@ from itertools import islice
 from typing import Any, Final, Self
 
 import msgspec
-from valkey.asyncio import Connection, ConnectionPool, SSLConnection, Valkey, ValkeyCluster
-from valkey.exceptions import NoScriptError, ValkeyClusterException, ValkeyError
 
 from kvstore.clock import Clock, Ids
-from kvstore.directory_url import PASSWORD, USER, DirectoryUrl
-from kvstore.mesh.entries import LEAVE, SCRIPTS, SHORT, Command, Names, bucket_of, unpack
+from kvstore.directory_url import DirectoryUrl
+from kvstore.mesh.entries import LEAVE, SHORT, Command, Names, bucket_of, unpack
 from kvstore.mesh.lease import Lease
 from kvstore.mesh.members import Member
 from kvstore.mesh.patience import Patience, within
+from kvstore.mesh.server import Server
 
 log = logging.getLogger(__name__)
-TROUBLE: Final = (ValkeyError, ValkeyClusterException, OSError, TimeoutError)
 _SLICE: Final = 512  # keys of one round trip
 _BATCH: Final = 256  # entries written in one: a millisecond or two of the server's only thread
 _WRITE_S: Final = 2.0
@@ -88,16 +86,16 @@ class ValkeyDirectory:
         stats: Counters.
     """
 
-    def __init__(self, client: Any, names: Names, lease: Lease, settings: ValkeySettings, clock: Clock, ids: Ids) -> None:
+    def __init__(self, server: Server, names: Names, lease: Lease, settings: ValkeySettings, clock: Clock, ids: Ids) -> None:
         self.stats = DirectoryStats()
-        self._client, self._names, self._lease = client, names, lease
+        self._server, self._names, self._lease = server, names, lease
         self._settings, self._clock, self._ids = settings, clock, ids
         self._readers = asyncio.Semaphore(settings.connections)
         self._reading, self._writing = Patience(clock), Patience(clock)
         self._writes = asyncio.Lock()  # two writes about one block must reach the server in their order
         self._reached = self._quick = False
         self._since = clock.monotonic()
-        self._lost = 0
+        self._losses = 0
         self._own: dict[bytes, bool] = {}  # the first bytes of a key, and whether this node has it: what was said last is true
         self._wrong: dict[tuple[bytes, int], None] = {}
 
@@ -132,14 +130,14 @@ class ValkeyDirectory:
         """
         settings = settings or ValkeySettings()
         names = Names(settings.mesh)
-        client = _client(url, environ)
-        directory = cls(client, names, Lease(names, node, host, port, settings.lease_s, clock), settings, clock, ids)
+        server = Server(url, environ)
+        directory = cls(server, names, Lease(names, node, host, port, settings.lease_s, clock), settings, clock, ids)
         try:
             yield directory
         finally:
             await directory._leave()
-            with suppress(*TROUBLE):
-                await within(1.0, client.aclose())
+            with suppress(Exception):
+                await within(1.0, server.aclose())
 
     @property
     def me(self) -> Member | None:
@@ -152,9 +150,14 @@ class ValkeyDirectory:
         return self._reached and self._lease.me is not None and not self._lease.replaced
 
     @property
+    def lives(self) -> int:
+        """Grows whenever this node becomes a member, or another life of it does: whoever knows what it has says so again."""
+        return self._lease.lives
+
+    @property
     def losses(self) -> int:
         """Grows whenever entries of this node may be missing or wrong: whoever knows what it has compares then."""
-        return self._lost + self._lease.lives
+        return self._losses
 
     def reason(self) -> str:
         """What is wrong with it now, for people; "" where nothing is."""
@@ -171,7 +174,7 @@ class ValkeyDirectory:
         return self._lease.view.others
 
     async def locate(self, keys: Sequence[bytes]) -> list[tuple[Member, ...]]:
-        """Others that are believed to hold each key; at most 16 of them. What the server has not said in time is ()."""
+        """Others that are believed to hold each key; at most 12 of them. What the server has not said in time is ()."""
         found: list[tuple[Member, ...]] = [()] * len(keys)
         if not keys or not self._quick or not self._reading.ask():
             self.stats.spared += bool(keys)
@@ -179,7 +182,7 @@ class ValkeyDirectory:
         self.stats.looks += 1
         try:
             await within(self._settings.answer_s, self._look(keys, found))
-        except TROUBLE as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the directory has said nothing
             self.stats.silences += 1
             self._failed(error)
             self._reading.silent()
@@ -190,7 +193,7 @@ class ValkeyDirectory:
     async def _look(self, keys: Sequence[bytes], found: list[tuple[Member, ...]]) -> None:
         async with self._readers:
             for first in range(0, len(keys), _SLICE):
-                values = await self._ask([self._names.look(key) for key in keys[first : first + _SLICE]])
+                values = await self._server.ask([self._names.look(key) for key in keys[first : first + _SLICE]])
                 for index, value in enumerate(values, first):
                     if value is not None:
                         found[index] = self._holders(keys[index], value)
@@ -228,7 +231,7 @@ class ValkeyDirectory:
                 own[short] = has
             else:
                 self.stats.overflows += 1
-                self._lost += 1
+                self._losses += 1
 
     def _not_at(self, key: bytes, life: int) -> None:
         if len(self._wrong) < _WRONG:  # whoever meets the same entry again says so again
@@ -241,9 +244,9 @@ class ValkeyDirectory:
         while True:
             begun = self._clock.monotonic()
             try:
-                answer = await within(_WRITE_S, self._ask([self._lease.request()]))
+                answer = await within(_WRITE_S, self._server.ask([self._lease.request()]))
                 self._lease.renewed(answer[0])
-            except (*TROUBLE, ValueError, TypeError) as error:  # the last two: what answers is no directory of ours
+            except Exception as error:  # noqa: BLE001  whatever it is, and be it no directory of ours
                 self._failed(error)
                 self._reach(reached=False)
             else:
@@ -267,7 +270,7 @@ class ValkeyDirectory:
             if len(self._own) > _BATCH:  # much to say: leave the server to others for as long as it took
                 await self._clock.sleep(self._clock.monotonic() - begun)
 
-    async def correct(self, buckets: range, held: Callable[[int], Iterable[bytes]]) -> bool:
+    async def correct(self, buckets: Sequence[int], held: Callable[[int], Iterable[bytes]]) -> bool:
         """Make this node's entries in some buckets what it really has.
 
         Args:
@@ -277,6 +280,8 @@ class ValkeyDirectory:
         Returns:
             Whether it was done.
         """
+        if not buckets:
+            return True
         if not self.ready or not self._writing.ask():
             return False
         async with self._writes:
@@ -311,40 +316,20 @@ class ValkeyDirectory:
         if await self._sent(commands) is not None:
             self.stats.written += len(own) + len(wrong)
             return
-        self._lost += 1  # some of it may have been written, or may be yet
+        self._losses += 1  # some of it may have been written, or may be yet
         for short, has in own.items():
             if short not in self._own:
                 self._say([short], has=has)
 
     async def _sent(self, commands: Sequence[Command]) -> list[Any] | None:
         try:
-            answers = await within(_WRITE_S, self._ask(commands))
-        except TROUBLE as error:
+            answers = await within(_WRITE_S, self._server.ask(commands))
+        except Exception as error:  # noqa: BLE001  whatever it is, nobody knows what was written
             self.stats.failures += 1
             self._failed(error)
             self._writing.silent()
             return None
         self._writing.answered()
-        return answers
-
-    # The server
-
-    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
-        answers = await self._pipelined(commands)
-        if any(isinstance(answer, NoScriptError) for answer in answers):
-            for script in SCRIPTS:
-                await self._client.script_load(script.text)
-            answers = await self._pipelined(commands)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
-
-    async def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        answers: list[Any] = await pipeline.execute(raise_on_error=False)
         return answers
 
     def _failed(self, error: Exception) -> None:
@@ -362,26 +347,5 @@ class ValkeyDirectory:
     async def _leave(self) -> None:
         if self.ready and self._lease.me is not None:
             command = LEAVE.call(self._names.membership, self._lease.me.node, self._lease.me.incarnation)
-            with suppress(*TROUBLE):
-                await within(self._settings.answer_s, self._ask([command]))
-
-
-def _client(url: DirectoryUrl, environ: Mapping[str, str]) -> Any:
-    """Nothing is connected yet. Timeouts are ours, around whole round trips: one for each reply costs more than the reply."""
-    options: dict[str, Any] = {"socket_timeout": None, "socket_keepalive": True, "client_name": "kvtier"}
-    user, password = environ.get(USER, ""), environ.get(PASSWORD, "")
-    if password:
-        options |= {"username": user or None, "password": password}
-    tls: dict[str, Any] = {"ssl_check_hostname": True, "ssl_ca_certs": url.ca_bundle or None} if url.tls else {}
-    if url.cluster:
-        return ValkeyCluster(
-            url.host,
-            url.port,
-            ssl=url.tls,
-            cluster_error_retry_attempts=1,
-            connection_error_retry_attempts=0,
-            **options,
-            **tls,
-        )
-    kind = SSLConnection if url.tls else Connection
-    return Valkey.from_pool(ConnectionPool(kind, host=url.host, port=url.port, db=url.db, **options, **tls))
+            with suppress(Exception):
+                await within(self._settings.answer_s, self._server.ask([command]))

@@ -45,7 +45,7 @@ class Node:
         return [member.node for member in self.directory.members()]
 
     async def holders(self, keys):
-        return [tuple(member.node for member in holders) for holders in await self.directory.locate(keys)]
+        return [tuple(sorted(member.node for member in holders)) for holders in await self.directory.locate(keys)]
 
 
 @asynccontextmanager

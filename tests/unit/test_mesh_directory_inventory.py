@@ -47,6 +47,7 @@ class Book:
 
     def __init__(self):
         self.ready = True
+        self.lives = 1
         self.losses = 0
         self.said = []
         self.buckets = {}
@@ -65,7 +66,7 @@ class Book:
 
     async def correct(self, buckets, held):
         self.before()
-        self.corrected.append(buckets.start)
+        self.corrected += buckets
         self.buckets.update({bucket.to_bytes(2, "big"): set(held(bucket)) for bucket in buckets})
         return True
 
@@ -158,13 +159,25 @@ class TestNews:
 
 
 class TestComparing:
-    async def test_a_start_tells_everything_and_corrects_what_is_wrong(self):
+    async def test_a_new_life_tells_everything_and_nothing_else(self):
+        memory, disk, book = Shelf(*map(key, range(500))), Shelf(*map(key, range(400, 2000))), Book()
+        async with opened(memory, disk, book=book) as inventory:
+            await whole(inventory)
+            assert book.listed == {key(n)[:8] for n in range(2000)}
+            assert book.corrected == sorted({int.from_bytes(key(n)[:2], "big") for n in range(2000)})
+            book.lives += 1
+            book.listed = set()
+            await whole(inventory, 2)
+            assert book.listed == {key(n)[:8] for n in range(2000)}
+
+    async def test_a_loss_corrects_what_is_wrong_everywhere(self):
         memory, disk, book = Shelf(*map(key, range(500))), Shelf(*map(key, range(400, 2000))), Book()
         book.listed = {key(n)[:8] for n in range(1500, 3000)}
+        book.losses += 1
         async with opened(memory, disk, book=book) as inventory:
             await whole(inventory)
         assert book.listed == {key(n)[:8] for n in range(2000)}
-        assert book.corrected == list(range(0, BUCKETS, 64))
+        assert book.corrected == list(range(BUCKETS))
 
     async def test_the_first_and_the_last_bucket(self):
         ends = [bytes(32), bytes(8) + b"\1" * 24, b"\xff" * 32, b"\0" * 2 + b"\xff" * 30, b"\xff" * 2 + b"\0" * 30]
@@ -175,6 +188,7 @@ class TestComparing:
 
     async def test_what_comes_and_goes_during_it_is_right_whenever_its_bucket_is_compared(self):
         memory, book = Shelf(*map(key, range(1000))), Book()
+        book.losses += 1
         moves = iter([(memory.take, n) for n in range(500)] + [(memory.put, n) for n in range(1000, 1500)])
 
         def before():
@@ -227,7 +241,7 @@ class TestComparing:
         book.correct = unsure
         async with opened(memory, book=book) as inventory:
             await whole(inventory)
-        assert book.corrected == list(range(0, BUCKETS, 64))
+        assert book.corrected == sorted({int.from_bytes(key(n)[:2], "big") for n in range(100)})
         assert book.listed == {key(n)[:8] for n in range(100)}
 
 
@@ -249,5 +263,6 @@ async def test_real_tiers_under_eviction(tmp_path):
         assert 16 <= len(there) < 64
         assert book.listed == there
         book.listed = {key_of(99)[:8]}
+        book.losses += 1
         await whole(inventory)
         assert book.listed == there
