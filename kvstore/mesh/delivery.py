@@ -21,42 +21,44 @@ class Delivery:
         block: The same, as the codec names it.
         into: Where to.
         tell: See :data:`tiering.Tell`.
-        done: How it ended: None, or why there is nothing. From then on nothing writes to `into`.
         wanted: Whether somebody still waits for it.
         begun: Whether a thread has taken it on, and will end it.
+        over: Whether it has ended. From then on nothing writes to `into`.
+        late: Whether it took longer than it was given.
     """
+
+    __slots__ = (
+        "_cut", "_done", "_gone", "_lock", "_loop", "begun", "block", "into", "late", "over", "tell", "want", "wanted",
+    )  # fmt: skip
 
     def __init__(self, want: Want, block: BlockWant, into: memoryview, tell: Tell | None) -> None:
         self.want, self.block, self.into, self.tell = want, block, into, tell
         self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[Miss | None] = self._loop.create_future()
+        self._done: asyncio.Future[Miss | None] = self._loop.create_future()
+        self._gone: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
         self._cut: Callable[[], None] | None = None
-        self.wanted, self.begun = True, False
+        self.wanted, self.begun, self.over, self.late = True, False, False, False
+
+    async def outcome(self, seconds: float) -> Miss | None:
+        """On the loop: how it ends; TIMEOUT after so many seconds. When this returns or raises, nothing writes to `into`."""
+        timer = self._loop.call_later(seconds, self._expire)
+        try:
+            return await self._done
+        except asyncio.CancelledError:
+            self._leave()
+            await self._until_gone()
+            raise
+        finally:
+            timer.cancel()
 
     def settle(self, outcome: Miss | None) -> None:
         """On the loop: how it ended. The first word counts."""
-        if not self.done.done():
-            self.done.set_result(outcome)
-
-    async def leave(self) -> None:
-        """On the loop: nobody wants it any more. When this returns, or raises, nothing writes to `into`."""
-        with self._lock:
-            self.wanted = False
-            begun, cut = self.begun, self._cut
-        if not begun:
-            self.settle(Miss.TIMEOUT)
-        cancelled, hurried = False, False
-        while not self.done.done():
-            try:
-                await asyncio.wait((self.done,), timeout=None if hurried else _GRACE_S)
-            except asyncio.CancelledError:
-                cancelled = True
-            if not hurried and not self.done.done() and cut is not None:
-                hurried = True
-                cut()
-        if cancelled:
-            raise asyncio.CancelledError
+        self.over = True
+        if not self._done.done():
+            self._done.set_result(outcome)
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
 
     def begin(self, cut: Callable[[], None]) -> bool:
         """On the thread: about to write. False where nobody wants it any more: then nothing may be written.
@@ -71,3 +73,30 @@ class Delivery:
     def end(self, outcome: Miss | None) -> None:
         """On the thread, after `begin`: nothing is written any more."""
         self._loop.call_soon_threadsafe(self.settle, outcome)
+
+    def _expire(self) -> None:
+        self.late = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody wants it any more."""
+        with self._lock:
+            self.wanted = False
+            begun = self.begun
+        if not begun:
+            self.settle(Miss.TIMEOUT)
+        elif not self.over:
+            self._loop.call_later(_GRACE_S, self._hurry)
+
+    def _hurry(self) -> None:
+        if not self.over and self._cut is not None:
+            self._cut()
+
+    async def _until_gone(self) -> None:
+        """However often this task is cancelled meanwhile: the thread ends, for its connection is cut."""
+        while not self.over:
+            self._gone = self._loop.create_future()
+            try:
+                await self._gone
+            except asyncio.CancelledError:
+                continue

@@ -63,7 +63,7 @@ class Peers:
         self._node, self._directory, self._links, self._clock = node, directory, links, clock
         self._settings, self._placement = settings or PeerSettings(), placement
         self._suppliers: dict[Member, Supplier] = {}
-        self._asked: dict[bytes, asyncio.Future[tuple[Member, ...]]] = {}  # of the directory, in this tick
+        self._asked: list[tuple[bytes, asyncio.Future[tuple[Member, ...]]]] = []  # of the directory, in this tick
         self._locating: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
 
@@ -125,9 +125,9 @@ class Peers:
         """Forget who is no member any more. Runs until cancelled."""
         while True:
             members = self._directory.members()
+            self._links.keep(members)
             for member in self._suppliers.keys() - set(members):
                 await self._suppliers.pop(member).aclose()
-            self._links.keep(members)
             await self._clock.sleep(_LOOK_S)
 
     # --- inside ---
@@ -176,16 +176,14 @@ class Peers:
         seconds = settings.patience_s + settings.slack * supplier.expected(want.size) + settings.through_s * through
         supplier.put(delivery, through=through)
         try:
-            await asyncio.wait((delivery.done,), timeout=seconds)
-            late = not delivery.done.done()
+            miss = await delivery.outcome(seconds)
         finally:
-            await delivery.leave()
-        if late:
+            supplier.load -= want.size
+        if delivery.late and miss is not None:
             self.counts["hedged"] += 1
             if not through:
                 supplier.rest.silent()
             return Miss.TIMEOUT
-        miss = delivery.done.result()
         if miss is not Miss.UNAVAILABLE:
             supplier.rest.answered()
         if miss is Miss.CORRUPT:
@@ -204,28 +202,27 @@ class Peers:
 
     async def _locate(self, key: bytes) -> tuple[Member, ...]:
         """Who has it, asked together with all that is asked in this tick."""
-        found = self._asked.get(key)
-        if found is None:
-            loop = asyncio.get_running_loop()
-            if not self._asked:
-                loop.call_soon(self._locate_all)
-            found = self._asked[key] = loop.create_future()
-        return await asyncio.shield(found)
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._locate_all)
+        found: asyncio.Future[tuple[Member, ...]] = loop.create_future()
+        self._asked.append((key, found))
+        return await found
 
     def _locate_all(self) -> None:
-        asked, self._asked = self._asked, {}
+        asked, self._asked = self._asked, []
         task = asyncio.create_task(self._answer(asked))
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
 
-    async def _answer(self, asked: dict[bytes, asyncio.Future[tuple[Member, ...]]]) -> None:
+    async def _answer(self, asked: Sequence[tuple[bytes, asyncio.Future[tuple[Member, ...]]]]) -> None:
         found: list[tuple[Member, ...]] = [()] * len(asked)
         try:
-            found = await self._directory.locate(list(asked))
+            found = await self._directory.locate([key for key, _ in asked])
         except Exception as error:  # noqa: BLE001  a directory's word is a hint, and so is its silence
             log.warning("the directory does not say who has what: %r", error)
         finally:
-            for future, members in zip(asked.values(), found, strict=False):
+            for (_, future), members in zip(asked, found, strict=False):
                 if not future.done():
                     future.set_result(members)
 

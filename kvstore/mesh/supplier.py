@@ -28,7 +28,7 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lanes: Requests under way to one peer, of what it has and of what it is to fetch, each.
         inflight: Bytes asked of one peer and not yet come; beyond them another is asked, or the bucket.
-        longest_s: As seconds, of the same.
+        longest_s: As seconds, of the same, where its speed is known.
         tries: Holders asked for one block.
         patience_s: Given to a peer on top of what a block should take: then the next origin is asked.
         slack: Times what a block should take by what was measured.
@@ -99,13 +99,12 @@ class Supplier:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether to ask for so many bytes more. An idle peer is asked for anything."""
-        fits = self.load + nbytes <= self._settings.inflight and self.expected(nbytes) <= self._settings.longest_s
-        return not self.load or fits
+        soon = not self.speed or self.expected(nbytes) <= self._settings.longest_s
+        return not self.load or (soon and self.load + nbytes <= self._settings.inflight)
 
     def put(self, delivery: Delivery, *, through: bool) -> None:
-        """Ask for one block; what is put in the same tick goes together."""
+        """Ask for one block; what is put in the same tick goes together. Whoever puts it takes it off `load` when it is over."""
         self.load += delivery.want.size
-        delivery.done.add_done_callback(lambda _: self._came(delivery.want.size))
         self._queues[through].append(delivery)
         self._pump_soon()
 
@@ -118,9 +117,6 @@ class Supplier:
             for delivery in queue:
                 delivery.settle(Miss.UNAVAILABLE)
             queue.clear()
-
-    def _came(self, nbytes: int) -> None:
-        self.load -= nbytes
 
     def _pump_soon(self) -> None:
         if not self._pumping:
@@ -147,7 +143,7 @@ class Supplier:
         nbytes = 0
         while queue and len(batch) < share:
             delivery = queue[0]
-            if delivery.wanted and not delivery.done.done():
+            if delivery.wanted and not delivery.over:
                 if batch and (nbytes + delivery.want.size > most or not _alike(batch[0], delivery)):
                     break
                 batch.append(delivery)
@@ -165,7 +161,7 @@ class Supplier:
                 self.speed = seen if not self.speed else self.speed + _WEIGHT * (seen - self.speed)
         finally:
             self._running[through] -= 1
-            left = [each for each in batch if not (each.begun or each.done.done())]
+            left = [each for each in batch if not (each.begun or each.over)]
             if failed:
                 for delivery in left:
                     delivery.settle(Miss.UNAVAILABLE)

@@ -165,25 +165,20 @@ class Lending:
                 return self._nothing(places, Miss.FULL)
             deadline = self._clock.monotonic() + self._seconds[part.reach]
             found = await stack.get_many(part.wants, deadline=deadline, stop_at_miss=False, reach=part.reach)
-            for got in found:
-                if isinstance(got, Lease):
-                    lifetime.callback(got.release)
+            lifetime.callback(_release, found)
             piece = Piece(lifetime)
             for place, want, got in zip(places, part.wants, found, strict=True):
-                await self._add(piece, place, want, got, coded=coded)
+                made = await self._encoded(want, got) if coded and isinstance(got, Lease) else got
+                if isinstance(made, Lease):
+                    piece.found(place, made.view)
+                    self.counts["raw"] += 1
+                elif isinstance(made, Miss):
+                    piece.missed(place, made)
+                    self.counts[made.value] += 1
+                else:
+                    piece.found(place, made, coded=True)
+                    self.counts["coded"] += 1
             return piece.keep()
-
-    async def _add(self, piece: Piece, place: int, want: Want, got: Lease | Miss, *, coded: bool) -> None:
-        encoded = await self._encoded(want, got) if coded and isinstance(got, Lease) else got
-        if isinstance(encoded, Miss):
-            self.counts[encoded.value] += 1
-            piece.missed(place, encoded)
-        elif isinstance(encoded, Lease):
-            self.counts["raw"] += 1
-            piece.found(place, encoded.view)
-        else:
-            self.counts["coded"] += 1
-            piece.found(place, encoded, coded=True)
 
     async def _encoded(self, want: Want, lease: Lease) -> memoryview | Lease | Miss:
         block = want.ref
@@ -205,6 +200,12 @@ class Lending:
             self.counts[miss.value] += 1
             piece.missed(place, miss)
         return piece
+
+
+def _release(found: Sequence[Lease | Miss]) -> None:
+    for got in found:
+        if isinstance(got, Lease):
+            got.release()
 
 
 def _leading(wants: Sequence[Want], most: int) -> int:
