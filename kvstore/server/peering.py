@@ -37,7 +37,7 @@ class PeeringLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         connections: At a time, of all peers.
-        from_one: Of one address.
+        from_one: Of one address: several nodes of one host have six each at most.
         lent: Bytes leased for peers at a time; of one tenant's memory at most a quarter.
         asked: Bytes of one request; what is beyond them is a miss (`full`).
         idle_s: A connection that asks for nothing for so long is closed.
@@ -48,8 +48,8 @@ class PeeringLimits(msgspec.Struct, frozen=True, kw_only=True):
         senders: Threads that send.
     """
 
-    connections: int = 256
-    from_one: int = 16
+    connections: int = 512
+    from_one: int = 64
     lent: int = 256 << 20
     asked: int = 64 << 20
     idle_s: float = 60.0
