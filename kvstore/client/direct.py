@@ -64,6 +64,10 @@ class Asked:
             raise Unavailable("the node does not know at once", kind="timeout")
         return _found.decode(said.body)
 
+    def wait(self, seconds: float) -> None:
+        """Sleep until the node says something, or that long, in whole milliseconds. Raises `Unavailable`."""
+        self._line.listen(seconds)
+
     def drop(self) -> None:
         """Nobody comes back for it."""
         if self._number is not None:

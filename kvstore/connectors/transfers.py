@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvstore.client.direct import Asked
 
 LOOK_S: Final = 0.25  # what is not known by then is a miss
+_SPIN_S: Final = 0.0001  # and for that long awake: then the core is the node's, should there be no other
 SOON_S: Final = 0.001  # a question is waited for that long: a node that has the answer in memory needs less
 
 
@@ -108,15 +109,15 @@ class Look:
         return found
 
     def _soon(self, asked: Asked, wait_s: float) -> api.Found | None:
-        """The answer of a node that knows it. Not asleep: who is woken comes late, and waits for the interpreter, too."""
+        """The answer of a node that knows it."""
         began = time.perf_counter()
-        spins, ends = began + SOON_S, began + wait_s
+        ends = began + wait_s
         try:
             while (found := asked.poll()) is None and (now := time.perf_counter()) < ends:
-                if now < spins:
-                    os.sched_yield()  # should the node share this core
+                if now < began + _SPIN_S:
+                    os.sched_yield()
                 else:
-                    time.sleep(SOON_S)
+                    asked.wait(ends - now)
         except KVTierError:
             self._at_once, self._asked = None, self._ask()
             return None

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -25,6 +26,9 @@ class Asked:
         if isinstance(said, Exception):
             raise said
         return said
+
+    def wait(self, seconds):
+        time.sleep(seconds)
 
     def drop(self):
         self.dropped = True
