@@ -132,7 +132,7 @@ class Fetcher:
         else:
             stats.miss(miss)
             stats.corruptions += miss is Miss.CORRUPT
-        return miss if miss in {None, *_HOPE} else Miss.UNAVAILABLE
+        return miss if miss is None or miss in _HOPE else Miss.UNAVAILABLE
 
 
 class _FromDisk:

@@ -189,7 +189,7 @@ class Peers:
         if miss is Miss.CORRUPT:
             self.counts["corrupt"] += 1
             log.warning("%s sent a block that is not what it claims", supplier.member.node)
-        if miss in {Miss.ABSENT, Miss.CORRUPT} and not through:
+        if (miss is Miss.ABSENT or miss is Miss.CORRUPT) and not through:
             self.counts["wrong"] += 1
             self._directory.wrong(supplier.member, [want.key])
         return miss

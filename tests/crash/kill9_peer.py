@@ -13,7 +13,7 @@ async def main():
     async with mesh_node("a", dram=256 << 20) as node:
         node.put(wants_of(400))
         print("a", node.peering.address[1], flush=True)  # noqa: T201  it is read by the test
-        await asyncio.Event().wait()
+        await asyncio.to_thread(sys.stdin.read)  # or until whoever started it is gone
 
 
 asyncio.run(main())

@@ -102,9 +102,9 @@ async def test_a_peer_says_what_it_has():
 async def test_a_peer_that_is_killed_is_a_shorter_prefix_and_the_next_origin_has_the_rest(tmp_path):
     bucket = Counted()
     async with mesh_node("b", dram=256 << 20, bucket=bucket, settings=PATIENT) as b:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, str(Path(__file__).parents[1] / "crash" / "kill9_peer.py"), stdout=asyncio.subprocess.PIPE
-        )
+        script = Path(__file__).parents[1] / "crash" / "kill9_peer.py"
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(sys.executable, str(script), stdin=pipe, stdout=pipe)
         try:
             name, port = (await child.stdout.readline()).split()
             served = Member(name.decode(), 1, "127.0.0.1", int(port))
