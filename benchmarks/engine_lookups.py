@@ -2,7 +2,7 @@
 
 A real engine's own scheduler asks, in the process that is measured. Run it in the environment of scripts/test-engines:
 
-    .venv-engines/bin/python benchmarks/engine_lookups.py --requests 1000 --stopped 20 --seconds 200
+    .venv-engines/bin/python benchmarks/engine_lookups.py --requests 1000 --stopped 5 --seconds 200
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Asked:
         """So many requests, or as many as there is time for, each when the engine has forgotten everything."""
         ends, done, cached = time.monotonic() + self._seconds, 0, 0
         while done < requests and time.monotonic() < ends:
-            some = [ids[number % len(ids)] for number in range(min(requests - done, 2 * len(ids)))]
+            some = [ids[number % len(ids)] for number in range(min(requests - done, len(ids)))]
             cached += self._engine.call("vllm_calls:ask_again", prompts=some, connector=self._name == TIER)
             done += len(some)
         times = self._engine.call("vllm_calls:lookup_times")
@@ -56,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=4, help="whole blocks of a prompt")
     parser.add_argument("--requests", type=int, default=1000, help="with a warm node")
-    parser.add_argument("--stopped", type=int, default=20, help="requests with a node that is stopped")
+    parser.add_argument(
+        "--stopped", type=int, default=5, help="requests with a node that is stopped; vLLM gets each one's blocks after 10 s"
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="of a row, at most")
     parser.add_argument("--engines", default=f"{CONNECTOR},{TIER}", help="which of them, with commas between")
     options = parser.parse_args()
