@@ -196,10 +196,12 @@ async def announcements(directory: ValkeyDirectory, client: Any) -> None:
         directory.added(keys)
         while directory._own:  # noqa: SLF001  without the pauses of `tell`
             await directory.flush()
+            await CLOCK.sleep(0.001)
         ours.append(len(keys) / (time.perf_counter() - begun))
         directory.dropped(keys)
         while directory._own:  # noqa: SLF001  as above
             await directory.flush()
+            await CLOCK.sleep(0.001)
         bare.append(bare_writes(client, keys))
         remove(client, keys)
     report("directory announce", "1/s", ours, bare, overflows=directory.stats.overflows, failures=directory.stats.failures)

@@ -18,7 +18,8 @@ from tiering import Watch
 
 _EVENTS: Final = 1 << 16
 _CHANGES: Final = 1 << 16
-_SLICE: Final = 64  # buckets compared at once: a few milliseconds of the server's only thread
+_SAID: Final = 64  # buckets said at once, and
+_SLICE: Final = 16  # buckets compared at once: each a few milliseconds of the server's only thread
 _CHUNK: Final = 8192  # keys shortened before others run
 _STEP_S: Final = 0.2
 
@@ -61,11 +62,15 @@ class Told(Protocol):
         ...
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """This node has these now."""
+        """This node has these now; the first 8 bytes of a key will do."""
         ...
 
     def dropped(self, keys: Sequence[bytes]) -> None:
         """This node has these no more."""
+        ...
+
+    async def flush(self) -> None:
+        """Write what was said, as far as it can be written."""
         ...
 
     async def correct(self, buckets: Sequence[int], held: Callable[[int], Iterable[bytes]]) -> bool:
@@ -79,12 +84,12 @@ class InventorySettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tell_s: Pause between two batches of news.
         pass_s: Everything is compared once in that time although nothing is known to be wrong.
-        share: When something is: the part of the time that the server works for it, at most.
+        share: When something may be: the part of the time that the server works for it, at most. All nodes may have to at once.
     """
 
     tell_s: float = 0.05
-    pass_s: float = 3600.0
-    share: float = 0.2
+    pass_s: float = 6 * 3600.0
+    share: float = 0.02
 
 
 class _Picture:
@@ -99,8 +104,8 @@ class _Picture:
     def after(self, first: int) -> tuple[list[int], int]:
         """The next few buckets that are not empty, and where to go on after them."""
         start = int(np.searchsorted(self._filled, first))
-        found: list[int] = self._filled[start : start + _SLICE].tolist()
-        return found, found[-1] + 1 if len(found) == _SLICE else BUCKETS
+        found: list[int] = self._filled[start : start + _SAID].tolist()
+        return found, found[-1] + 1 if len(found) == _SAID else BUCKETS
 
     def bucket(self, number: int) -> set[bytes]:
         """Those of one bucket."""
@@ -207,19 +212,23 @@ class Inventory:
         picture = self._picture
         if picture is None or self._changed > _CHANGES:
             picture = await self._look()
-        end = self._at + _SLICE
-        buckets, end = (list(range(self._at, end)), end) if self._whole else picture.after(self._at)
         begun = self._clock.monotonic()
-        if not await self._directory.correct(buckets, self._held):
-            return _STEP_S  # from here on, when it answers
-        ended = self._clock.monotonic()
-        pause = (ended - begun) * (1 / self._settings.share - 1)
+        if self._whole:
+            end = self._at + _SLICE
+            if not await self._directory.correct(range(self._at, end), self._held):
+                return _STEP_S  # from here on, when it answers
+            pause = (self._clock.monotonic() - begun) * (1 / self._settings.share - 1)
+        else:
+            buckets, end = picture.after(self._at)
+            self._directory.added([short for bucket in buckets for short in self._held(bucket)])
+            await self._directory.flush()
+            pause = 0.0
         self._at, self._left = end % BUCKETS, max(0, self._left - (end - self._at))
         if not self._left:
             self.passes += 1
             self._urgent, self._whole = False, True
             self._forget()
-        self._next = ended + self._settings.pass_s * _SLICE / BUCKETS
+        self._next = self._clock.monotonic() + self._settings.pass_s * _SLICE / BUCKETS
         return pause if self._urgent else _STEP_S
 
     def _hear(self, key: bytes, by: int) -> None:

@@ -267,8 +267,8 @@ class ValkeyDirectory:
             begun = self._clock.monotonic()
             async with self._writes:
                 await self._write()
-            if len(self._own) > _BATCH:  # much to say: leave the server to others for as long as it took
-                await self._clock.sleep(self._clock.monotonic() - begun)
+            if self._own:  # much to say: leave the server to others for three times as long as it took
+                await self._clock.sleep(3 * (self._clock.monotonic() - begun))
 
     async def correct(self, buckets: Sequence[int], held: Callable[[int], Iterable[bytes]]) -> bool:
         """Make this node's entries in some buckets what it really has.

@@ -64,6 +64,9 @@ class Book:
         for one in keys:
             self.buckets.get(one[:2], set()).discard(one[:8])
 
+    async def flush(self):
+        self.before()
+
     async def correct(self, buckets, held):
         self.before()
         self.corrected += buckets
@@ -164,7 +167,7 @@ class TestComparing:
         async with opened(memory, disk, book=book) as inventory:
             await whole(inventory)
             assert book.listed == {key(n)[:8] for n in range(2000)}
-            assert book.corrected == sorted({int.from_bytes(key(n)[:2], "big") for n in range(2000)})
+            assert book.corrected == []
             book.lives += 1
             book.listed = set()
             await whole(inventory, 2)
@@ -206,9 +209,8 @@ class TestComparing:
         clock, memory, book = VirtualClock(), Shelf(key(1)), Book()
         async with opened(memory, book=book, clock=clock) as inventory:
             await whole(inventory)
-            compared = len(book.corrected)
             await inventory.step()
-            assert len(book.corrected) == compared  # all is well
+            assert book.corrected == []  # all is well
             book.losses += 1
             book.listed = set()
             await whole(inventory, 2)
@@ -218,7 +220,7 @@ class TestComparing:
             while inventory.passes < 3:
                 clock.advance(await inventory.step())
             assert book.listed == {key(1)[:8]}
-            assert 3600 * 0.9 < clock.monotonic() - begun < 3600 * 1.2
+            assert 6 * 3600 * 0.9 < clock.monotonic() - begun < 6 * 3600 * 1.2
 
     async def test_a_directory_that_is_away_is_not_bothered(self):
         memory, book = Shelf(key(1)), Book()
@@ -226,14 +228,15 @@ class TestComparing:
         async with opened(memory, book=book) as inventory:
             for _ in range(100):
                 assert await inventory.step() > 0
-            assert book.corrected == []
+            assert book.said == book.corrected == []
             book.ready = True
             await whole(inventory)
         assert book.listed == {key(1)[:8]}
 
     async def test_a_failure_in_the_middle_goes_on_where_it_was(self):
         memory, book = Shelf(*map(key, range(100))), Book()
-        correct, turns = book.correct, iter(range(10_000))
+        book.losses += 1
+        correct, turns = book.correct, iter(range(100_000))
 
         async def unsure(buckets, held):
             return next(turns) % 3 > 0 and await correct(buckets, held)
@@ -241,7 +244,7 @@ class TestComparing:
         book.correct = unsure
         async with opened(memory, book=book) as inventory:
             await whole(inventory)
-        assert book.corrected == sorted({int.from_bytes(key(n)[:2], "big") for n in range(100)})
+        assert book.corrected == list(range(BUCKETS))
         assert book.listed == {key(n)[:8] for n in range(100)}
 
 
