@@ -9,7 +9,6 @@ from typing import Final, Self
 import aiohttp
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -17,19 +16,21 @@ from prometheus_client.registry import Collector
 
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import parse_address
-from kvstore.errors import AlreadyExists, Invalid, Overloaded, Unavailable
+from kvstore.errors import AlreadyExists, Invalid, Unavailable
 from kvstore.gateway.asked import CHAT, COMPLETIONS, passed_on
 from kvstore.gateway.choosing import Routing, checked_blocks
 from kvstore.gateway.engines import Engine, Engines
-from kvstore.gateway.proxy import Proxy
+from kvstore.gateway.proxy import MOST_BODY, Proxy
+from kvstore.gateway.reading import read
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
 from kvstore.mesh.price import Priced
-from kvstore.server.problems import Handler, problems
+from kvstore.server.problems import problems
 from kvstore.service.supervisor import Supervisor
 
-_BODY: Final = 64 << 20
 _MODELS_S: Final = 10.0
+_MODELS: Final = 1 << 20
+_LINGER_S: Final = 5.0  # from the end of a drain until whoever is left is cut off
 
 
 class RouteAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +103,14 @@ class Gateway:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
             session = await lifetime.enter_async_context(
-                aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+                aiohttp.ClientSession(
+                    connector=connector,
+                    timeout=timeout,
+                    auto_decompress=False,
+                    cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another one's
+                    headers={"Accept-Encoding": "identity"},
+                    skip_auto_headers=("Accept", "Content-Type", "User-Agent"),
+                )
             )
             engines = Engines(settings.engines, session)
             words = OwnTokenizer(settings.tokenizer) if settings.tokenizer else EngineTokenizer(session)
@@ -114,9 +122,11 @@ class Gateway:
             background.run("engines", engines.watch)
             background.run("nodes", routing.whereabouts.keep)
             background.run("events", routing.follow)
-            proxy = Proxy(routing, session, settings.bounds, header=settings.header)
-            app = _Face(engines, routing, proxy, session).application(settings.requests)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=30, handler_cancellation=True)
+            proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
+            app = _Face(engines, routing, proxy, session).application()
+            runner = web.AppRunner(
+                app, access_log=None, shutdown_timeout=settings.bounds.drain_s + _LINGER_S, handler_cancellation=True
+            )
             await runner.setup()
             lifetime.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, host, port)
@@ -127,32 +137,16 @@ class Gateway:
             yield cls(f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}", routing)
 
 
-def _at_most(limit: int) -> Middleware:
-    running = 0
-
-    @web.middleware
-    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal running
-        if running >= limit and request.path in {CHAT, COMPLETIONS}:
-            raise Overloaded(f"{running} requests are being served; the limit is {limit}")
-        running += 1
-        try:
-            return await handler(request)
-        finally:
-            running -= 1
-
-    return count
-
-
 class _Face:
     """The handlers of all but completions."""
 
     def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession) -> None:
         self._engines, self._routing, self._proxy, self._session = engines, routing, proxy, session
 
-    def application(self, requests: int) -> web.Application:
+    def application(self) -> web.Application:
         """Every route."""
-        app = web.Application(middlewares=[problems, _at_most(requests)], client_max_size=_BODY)
+        app = web.Application(middlewares=[problems], client_max_size=MOST_BODY)
+        app.on_shutdown.append(lambda _: self._proxy.stop())
         app.add_routes(
             [
                 web.post(CHAT, self._proxy.handle),
@@ -175,18 +169,28 @@ class _Face:
         for engine in self._engines.ready:
             try:
                 asking = self._session.get(
-                    f"{engine.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=_MODELS_S)
+                    f"{engine.url}/v1/models",
+                    headers=headers,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=_MODELS_S),
                 )
                 async with asking as answer:
-                    return web.Response(body=await answer.read(), status=answer.status, headers=passed_on(answer.headers))
+                    body = await read(answer, _MODELS)
+                    if body is None:
+                        raise Unavailable(f"the list of models of {engine.name} is longer than {_MODELS} bytes")
+                    return web.Response(body=body, status=answer.status, headers=passed_on(answer.headers))
             except (aiohttp.ClientError, TimeoutError) as error:
                 engine.down(repr(error))
         raise Unavailable("no engine is up")
 
     async def route(self, request: web.Request) -> web.Response:
         """Where a prompt would go."""
+        with self._proxy.admitted(request):
+            return await self._routed(request)
+
+    async def _routed(self, request: web.Request) -> web.Response:
         try:
-            asked = msgspec.json.decode(await request.read(), type=RouteAsked)
+            asked = msgspec.json.decode(await self._proxy.body(request), type=RouteAsked)
         except msgspec.MsgspecError as error:
             raise Invalid(f"body: {error}") from None
         if (asked.token_ids is None) == (asked.prefix_ids is None):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.connectors.session_names import (
     FIELD,
@@ -23,9 +24,24 @@ from kvstore.errors import Invalid
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+ENGINE: Final = "X-KVTier-Engine"
+ROUTE: Final = "X-KVTier-Route"
 _HOPS: Final = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade"}
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
 )
+# What is said between the gateway and one side: bodies come in without their compression, and answers are asked for without any.
+_OURS: Final = frozenset({"host", "content-length", "content-encoding", "accept-encoding", "expect"})
+_THEIRS: Final = frozenset({"content-length", "date", "server", ENGINE.lower(), ROUTE.lower()})
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +62,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     body: bytes
     fields: dict[str, Any]
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     session: str = ""
     parent: str = ""
     salt: str = ""
@@ -54,22 +70,26 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] | None = None
 
 
-def asked(path: str, body: bytes, headers: Mapping[str, str], *, header: str = "") -> Asked:
+def asked(path: str, body: bytes, headers: CIMultiDictProxy[str], *, header: str = "") -> Asked:
     """Understand a request.
 
     Args:
         path: `CHAT` or `COMPLETIONS`.
         body: As it came.
-        headers: As they came; names in any case.
+        headers: As they came.
         header: A further one that may hold a session's id.
 
     Raises:
-        Invalid: The body is no JSON object.
+        Invalid: The body is no JSON object; a header or the salt is no text.
     """
     fields = fields_of(body)
     if fields is None:
         raise Invalid("the body must be a JSON object")
     lowered = {name.lower(): value for name, value in headers.items()}
+    salt, prompt = fields.get("cache_salt"), fields.get("prompt")
+    salt = salt if isinstance(salt, str) else ""
+    if not _are_text([salt, *lowered, *lowered.values()]):
+        raise Invalid("headers and cache_salt must be UTF-8")
     inside = [fields, fields.get("kv_transfer_params"), fields.get("vllm_xargs")]
     names = (HEADER, *OTHER_HEADERS, *([header] if header else []))
     said = {FIELD: _first(inside, SESSION), PARENT_FIELD: _first(inside, PARENT)}
@@ -80,23 +100,36 @@ def asked(path: str, body: bytes, headers: Mapping[str, str], *, header: str = "
     only_in_headers = {name: value for name, value in found.items() if value and not said[name]}
     if only_in_headers:  # an engine shows its connector no headers
         body = with_xargs(body, fields, only_in_headers) or body
-    salt, prompt = fields.get("cache_salt"), fields.get("prompt")
     return Asked(
         path=path,
         body=body,
         fields=fields,
-        headers={name: value for name, value in headers.items() if name.lower() not in _HOPS | {"host", "content-length"}},
+        headers=_end_to_end(headers, _OURS),
         session=found[FIELD],
         parent=found[PARENT_FIELD],
-        salt=salt if isinstance(salt, str) else "",
+        salt=salt,
         stream=fields.get("stream") is True,
         tokens=_tokens(prompt),
     )
 
 
-def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """The headers of an answer that are the client's, too."""
-    return {name: value for name, value in headers.items() if name.lower() not in _HOPS | {"content-length", "date", "server"}}
+    return _end_to_end(headers, _THEIRS)
+
+
+def _end_to_end(headers: CIMultiDictProxy[str], without: frozenset[str]) -> CIMultiDict[str]:
+    named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
+    left_out = _HOPS | without | named
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
+
+
+def _are_text(words: Iterable[str]) -> bool:
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError:  # bytes that were no UTF-8, or half of a surrogate pair
+        return False
+    return True
 
 
 def _first(places: list[Any], names: tuple[str, ...]) -> str:

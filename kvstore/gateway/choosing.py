@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS: Final = 256  # where no node says how it cuts prompts
 SETTLING_S: Final = 5.0  # from an answer's end until its KV is surely saved
 _LOOK_S: Final = 5.0
+_LONGEST: Final = 1 << 21  # tokens of a prompt; no engine takes longer ones, and hashing them would hold up the others
 # Until something was measured: an 8B model on a large GPU, a local disk, a 10 Gbit/s network. The order of magnitude decides.
 ASSUMED: Final = Speeds(
     token_s=1 / 10_000,
@@ -71,7 +72,8 @@ class Trip:
         self._ticket: Ticket | None = None
         if prompt is not None and priced is not None:
             self._ticket = routing.router.chosen(prompt, priced)
-            routing.fresh.begin(engine.settings.node, self._keys)
+            if engine.settings.node:
+                routing.fresh.begin(engine.settings.node, self._keys)
 
     def first_byte(self, seconds: float) -> None:
         """What was predicted for this engine is compared with what it took."""
@@ -86,7 +88,8 @@ class Trip:
         """Whatever came of it, it does not wait there any more."""
         if self._ticket is not None:
             self._routing.router.answered(self._ticket)
-            self._routing.fresh.end(self._engine.settings.node, self._keys)
+            if self._engine.settings.node:
+                self._routing.fresh.end(self._engine.settings.node, self._keys)
 
 
 class Fresh:
@@ -98,23 +101,31 @@ class Fresh:
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._now: dict[str, list[set[bytes]]] = {}
+        self._now: dict[str, Counter[bytes]] = {}
         self._ended: deque[tuple[float, str, set[bytes]]] = deque()
 
     def begin(self, node: str, keys: set[bytes]) -> None:
         """An engine computes these."""
-        self._now.setdefault(node, []).append(keys)
+        self._now.setdefault(node, Counter()).update(keys)
 
     def end(self, node: str, keys: set[bytes]) -> None:
         """It has, or failed to."""
+        self._settle()
         self._ended.append((self._monotonic() + SETTLING_S, node, keys))
 
-    def by_node(self) -> dict[str, set[bytes]]:
-        """By node."""
+    def of(self, node: str) -> Collection[bytes]:
+        """Those of one node."""
+        self._settle()
+        return self._now.get(node, ())
+
+    def _settle(self) -> None:
         while self._ended and self._ended[0][0] < self._monotonic():
             _, node, keys = self._ended.popleft()
-            self._now[node] = [each for each in self._now.get(node, []) if each is not keys]
-        return {node: set().union(*sets) for node, sets in self._now.items() if sets}
+            counts = self._now[node]
+            counts.subtract(keys)
+            for key in keys:
+                if not counts[key]:
+                    del counts[key]
 
 
 class Routing:
@@ -146,7 +157,7 @@ class Routing:
         self.router = Router(monotonic, jitter)
         self.fresh = Fresh(monotonic)
         beside = {each.settings.node: Shard(ranks=each.settings.ranks) for each in engines.all.values() if each.settings.node}
-        self.whereabouts = Whereabouts(self.router, beside)
+        self.whereabouts = Whereabouts(self.router, beside, monotonic)
         self._namespace = Namespace(
             model=model or "any", revision="any", layers=1, page_bytes=1, layout="unknown", block_tokens=BLOCK_TOKENS
         )
@@ -163,7 +174,7 @@ class Routing:
         """See :class:`kvstore.gateway.proxy.Chooser`."""
         ready = sorted(self._engines.ready, key=lambda engine: engine.running / engine.settings.requests)
         tokens = await self._words.tokens(request, ready[0].url) if ready else None
-        if not tokens:
+        if not tokens or len(tokens) > _LONGEST:
             return Plan(self, ready, None, [])
         return await self.plan(tokens, request.salt, ready)
 
@@ -181,7 +192,7 @@ class Routing:
         """As `plan`, for a prompt of which the blocks are named."""
         keys = [bytes.fromhex(block) for block in blocks]
         if self._token_bytes > 1:
-            await self.whereabouts.look(self._namespace, blocks, keys, self.fresh.by_node())
+            await self.whereabouts.look(self._namespace, blocks, keys, self.fresh.of)
         prompt = Prompt(keys, tokens, self._namespace.block_tokens, self._token_bytes)
         by_name = {engine.name: engine for engine in ready}
         priced = [each for each in self.router.rank(prompt) if each.candidate in by_name]

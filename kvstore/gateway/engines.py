@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
@@ -17,6 +18,7 @@ from kvstore.errors import Invalid, NotFound
 log = logging.getLogger(__name__)
 CHECK_S: Final = 1.0
 _CHECK_WAIT_S: Final = 2.0
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")  # it is in paths, headers and metrics
 _DOWN_AFTER: Final = 2  # checks that fail in a row; a request that cannot connect says so at once
 
 
@@ -57,6 +59,8 @@ class Engine:
     """
 
     def __init__(self, name: str, settings: EngineSettings) -> None:
+        if not _NAME.fullmatch(name):
+            raise Invalid(f"an engine's name is {name!r}; it may have letters, digits and ._-, 64 at most")
         parts = urlsplit(settings.url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None:
             raise Invalid(f"engines.{name}.url is {settings.url!r}; write it like http://127.0.0.1:8000")
@@ -142,7 +146,8 @@ class Engines:
 
     async def _look(self, engine: Engine) -> None:
         try:
-            async with self._session.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=_CHECK_WAIT_S)) as answer:
+            wait = aiohttp.ClientTimeout(total=_CHECK_WAIT_S)
+            async with self._session.get(f"{engine.url}/health", allow_redirects=False, timeout=wait) as answer:
                 engine.checked("" if answer.status == 200 else f"/health answers {answer.status}")
         except (aiohttp.ClientError, TimeoutError) as error:
             engine.checked(repr(error))

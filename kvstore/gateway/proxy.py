@@ -4,41 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Final, Protocol
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvstore.errors import Overloaded, Unavailable
-from kvstore.gateway.asked import Asked, asked, passed_on
+from kvstore.errors import Invalid, Overloaded, Unavailable
+from kvstore.gateway.asked import ENGINE, ROUTE, Asked, asked, passed_on
 from kvstore.gateway.engines import Engine
+from kvstore.gateway.reading import read
 
 log = logging.getLogger(__name__)
-ENGINE: Final = "X-KVTier-Engine"
-ROUTE: Final = "X-KVTier-Route"
+MOST_BODY: Final = 64 << 20
 _ELSEWHERE: Final = frozenset({502, 503, 504})  # an engine that says so has not begun
 _PIECE: Final = 64 << 10
 
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_Some = Annotated[int, msgspec.Meta(ge=1)]
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the gateway; times in seconds.
 
     Attributes:
         tries: Engines that one request is sent to, one after the other, at most.
         first_s: How long an engine may take to its first byte.
         idle_s: How long it may be silent afterwards.
+        body_s: How long a client may take to send its request.
+        client_s: How long a client may leave a piece of an answer unread.
+        drain_s: How long requests under way may go on once the gateway is told to stop.
         whole: Bytes of an answer that does not stream; one that is longer is refused.
+        bodies: Bytes of all requests under way; more requests are refused.
     """
 
-    tries: int = 3
-    first_s: float = 600.0
-    idle_s: float = 120.0
-    whole: int = 64 << 20
+    tries: _Some = 3
+    first_s: _Seconds = 600.0
+    idle_s: _Seconds = 120.0
+    body_s: _Seconds = 60.0
+    client_s: _Seconds = 60.0
+    drain_s: _Seconds = 30.0
+    whole: _Some = 64 << 20
+    bodies: _Some = 1 << 30
 
 
 class Trip(Protocol):
@@ -82,29 +94,75 @@ class Proxy:
         chooser: Decides.
         session: To the engines.
         bounds: See there.
+        requests: At a time; more are refused.
         header: A further header that may hold a session's id.
 
     Attributes:
         counts: Requests by how they ended.
     """
 
-    def __init__(self, chooser: Chooser, session: aiohttp.ClientSession, bounds: Bounds, *, header: str = "") -> None:
+    def __init__(
+        self, chooser: Chooser, session: aiohttp.ClientSession, bounds: Bounds, *, requests: int, header: str = ""
+    ) -> None:
         self._chooser, self._session, self._bounds, self._header = chooser, session, bounds, header
+        self._requests, self._running, self._bodies = requests, 0, 0
+        self._ends, self._waits = math.inf, set[asyncio.Timeout]()
         self.counts: Counter[str] = Counter()
+
+    async def stop(self) -> None:
+        """What is under way may go on for `drain_s`; then it ends with an error that the client can read."""
+        self._ends = asyncio.get_running_loop().time() + self._bounds.drain_s
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(min(wait.when() or self._ends, self._ends))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward one request.
 
         Raises:
             Invalid: Its body is no JSON object.
-            Overloaded: Every engine has as many requests as it may have.
+            Overloaded: The gateway, or every engine, has as many requests as it may have.
             Unavailable: No engine is up, or those that were tried failed before their first byte.
         """
-        wanted = asked(request.path, await request.read(), request.headers, header=self._header)
+        with self.admitted(request):
+            try:
+                return await self._forward(request)
+            except asyncio.CancelledError:
+                self.counts["left"] += 1
+                raise
+
+    @contextmanager
+    def admitted(self, request: web.Request) -> Iterator[None]:
+        """While a request is worked on. Raises `Overloaded`."""
+        plain = request.content_length is not None and "Content-Encoding" not in request.headers
+        size = min(request.content_length or 0, MOST_BODY) if plain else MOST_BODY
+        if self._running >= self._requests or self._bodies + size > self._bounds.bodies:
+            self.counts["refused"] += 1
+            raise Overloaded(f"{self._running} requests of {self._bodies} bytes are being served, which is the limit")
+        self._running += 1
+        self._bodies += size
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._bodies -= size
+
+    async def body(self, request: web.Request) -> bytes:
+        """What a client sent. Raises `Invalid`, and HTTP's own errors for one that is too long or takes too long."""
+        try:
+            async with asyncio.timeout(self._bounds.body_s):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        except web.RequestPayloadError as error:
+            raise Invalid(f"body: {error}") from None
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        wanted = asked(request.path, await self.body(request), request.headers, header=self._header)
         choice = await self._chooser.choose(wanted)
         why, tries = "", 0
         for engine in choice.engines:
-            if not engine.ready or tries == self._bounds.tries:  # others may have come first meanwhile
+            if not engine.ready or tries == self._bounds.tries or self._stopped:  # others may have come first meanwhile
                 continue
             tries += 1
             try:
@@ -113,93 +171,134 @@ class Proxy:
                 why = f"{engine.name}: {error}"
                 self.counts["retried"] += 1
                 log.warning("a request is tried elsewhere: %s", why)
+        if self._stopped:
+            self.counts["failed"] += 1
+            raise Unavailable("this gateway is stopping", remedy="ask another one")
         if not tries:
             self.counts["refused"] += 1
             raise Overloaded("no engine takes a request now", remedy="try again, or look at GET /v1/engines")
         self.counts["failed"] += 1
         raise Unavailable(f"no engine answered; the last one tried was {why}")
 
+    @property
+    def _stopped(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._ends
+
     async def _through(self, request: web.Request, wanted: Asked, choice: Choice, engine: Engine) -> web.StreamResponse:
         trip, begun = choice.sent(engine), time.perf_counter()
         try:
             with engine.working():
                 async with self._answer(wanted, engine) as answer:
-                    first = await self._piece(answer, engine)
+                    first = await self._first(answer, engine)
                     if wanted.stream and answer.status == 200:
                         trip.first_byte(time.perf_counter() - begun)
-                    headers = passed_on(answer.headers) | {ENGINE: engine.name}
+                    response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+                    response.headers[ENGINE] = engine.name
                     if reasons := choice.reasons(engine):
-                        headers[ROUTE] = reasons
+                        response.headers[ROUTE] = reasons
                     if wanted.stream:
-                        return await self._stream(request, answer, first, headers)
+                        return await self._stream(request, response, answer, first, engine)
                     body = await self._whole(answer, first, engine)
-                    self.counts["ok" if answer.status < 400 else "error"] += 1
-                    return web.Response(body=body, status=answer.status, headers=headers)
         finally:
             trip.over()
+        response.content_length = len(body)
+        taken = await self._given(request, response.prepare(request))
+        for start in range(0, len(body), _PIECE):
+            taken = taken and await self._given(request, response.write(body[start : start + _PIECE]))
+        self.counts["left" if not taken else _outcome(answer)] += 1
+        return response
+
+    @asynccontextmanager
+    async def _within(self, seconds: float) -> AsyncIterator[None]:
+        """A wait for an engine, which ends at the latest when the gateway does. Raises `TimeoutError`."""
+        until = asyncio.get_running_loop().time() + seconds
+        async with asyncio.timeout_at(min(until, self._ends)) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
 
     @asynccontextmanager
     async def _answer(self, wanted: Asked, engine: Engine) -> AsyncIterator[aiohttp.ClientResponse]:
-        try:
-            async with asyncio.timeout(self._bounds.first_s):
-                answer = await self._session.post(engine.url + wanted.path, data=wanted.body, headers=wanted.headers)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            engine.down(repr(error))
-            raise _Elsewhere(repr(error)) from None
+        with self._elsewhere(engine):
+            async with self._within(self._bounds.first_s):
+                answer = await self._session.post(
+                    engine.url + wanted.path, data=wanted.body, headers=wanted.headers, allow_redirects=False
+                )
         async with answer:
             if answer.status in _ELSEWHERE:
                 engine.down(f"status {answer.status}")
                 raise _Elsewhere(f"status {answer.status}")
             yield answer
 
-    async def _piece(self, answer: aiohttp.ClientResponse, engine: Engine) -> bytes:
+    async def _first(self, answer: aiohttp.ClientResponse, engine: Engine) -> bytes:
         """The first bytes of a body: until they are there, another engine may still be asked."""
-        try:
-            async with asyncio.timeout(self._bounds.first_s):
+        with self._elsewhere(engine):
+            async with self._within(self._bounds.first_s):
                 return await answer.content.readany()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            engine.down(repr(error))
-            raise _Elsewhere(repr(error)) from None
 
     async def _whole(self, answer: aiohttp.ClientResponse, first: bytes, engine: Engine) -> bytes:
-        pieces, size = [first], len(first)
+        with self._elsewhere(engine):
+            async with self._within(self._bounds.first_s):
+                rest = await read(answer, self._bounds.whole - len(first))
+        if rest is None:
+            self.counts["failed"] += 1
+            raise Unavailable(f"the answer of {engine.name} is longer than {self._bounds.whole} bytes")
+        return first + rest
+
+    @contextmanager
+    def _elsewhere(self, engine: Engine) -> Iterator[None]:
         try:
-            async with asyncio.timeout(self._bounds.first_s):
-                while piece := await answer.content.read(_PIECE):
-                    size += len(piece)
-                    if size > self._bounds.whole:
-                        raise Unavailable(f"the answer of {engine.name} is longer than {self._bounds.whole} bytes")
-                    pieces.append(piece)
+            yield
         except (aiohttp.ClientError, TimeoutError) as error:
-            engine.down(repr(error))
+            if not self._stopped:
+                engine.down(repr(error))
             raise _Elsewhere(repr(error)) from None
-        return b"".join(pieces)
 
     async def _stream(
-        self, request: web.Request, answer: aiohttp.ClientResponse, first: bytes, headers: dict[str, str]
+        self, request: web.Request, response: web.StreamResponse, answer: aiohttp.ClientResponse, piece: bytes, engine: Engine
     ) -> web.StreamResponse:
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        await response.prepare(request)
-        try:
-            piece = first
-            while piece:
-                await response.write(piece)
-                async with asyncio.timeout(self._bounds.idle_s):
+        taken = await self._given(request, response.prepare(request))
+        while piece and (taken := taken and await self._given(request, response.write(piece))):
+            try:
+                async with self._within(self._bounds.idle_s):
                     piece = await answer.content.readany()
-            self.counts["ok" if answer.status < 400 else "error"] += 1
-        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.ServerTimeoutError, TimeoutError) as error:
-            self.counts["broken"] += 1
-            log.warning("engine %s broke off in the middle of an answer: %r", headers[ENGINE], error)
-            # It began to speak, and what it said is the client's: an error it can read instead of an end that looks regular.
-            await response.write(_broken(headers[ENGINE]))
-        await response.write_eof()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.counts["broken"] += 1
+                log.warning("engine %s broke off in the middle of an answer: %r", engine.name, error)
+                # It began to speak, and what it said is the client's: an error it can read instead of an end that looks regular.
+                if answer.content_type == "text/event-stream":
+                    await self._given(request, response.write(self._broken(engine)))
+                elif request.transport is not None:
+                    request.transport.abort()
+                return response
+        self.counts["left" if not taken else _outcome(answer)] += 1
         return response
+
+    async def _given(self, request: web.Request, writing: Awaitable[object]) -> bool:
+        """Whether the client took it: one that reads nothing for too long is left alone, so that it holds no engine."""
+        try:
+            async with asyncio.timeout(self._bounds.client_s):
+                await writing
+        except (TimeoutError, ConnectionError) as error:
+            log.info("a client takes no more of its answer: %r", error)
+            if request.transport is not None:
+                request.transport.abort()
+            return False
+        return True
+
+    def _broken(self, engine: Engine) -> bytes:
+        what, kind, code = f"engine {engine.name} broke off", "engine_broke_off", 502
+        if self._stopped:
+            what, kind, code = "the gateway was stopped", "gateway_stopped", 503
+        error = {"message": f"{what} in the middle of this answer", "type": kind, "code": code}
+        return b"\n\ndata: " + msgspec.json.encode({"error": error}) + b"\n\n"
+
+
+def _outcome(answer: aiohttp.ClientResponse) -> str:
+    return "ok" if answer.status < 400 else "error"
 
 
 class _Elsewhere(Exception):
     """It failed, and nothing of it has reached the client."""
-
-
-def _broken(engine: str) -> bytes:
-    error = {"message": f"engine {engine} broke off in the middle of this answer", "type": "engine_broke_off", "code": 502}
-    return b"\n\ndata: " + msgspec.json.encode({"error": error}) + b"\n\n"

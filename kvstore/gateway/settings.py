@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,7 +35,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str = ""
     tokenizer: str = ""
     header: str = ""
-    requests: int = 1024
+    requests: Annotated[int, msgspec.Meta(ge=1)] = 1024
     bounds: Bounds = Bounds()
 
 
@@ -76,5 +77,8 @@ def _engine(text: str) -> tuple[str, dict[str, object]]:
     pairs = [each.partition("=") for each in more]
     if not name or not equals or not url or not all(each[1] for each in pairs):
         raise Invalid(f"--engine is {text!r}; write it like a=http://127.0.0.1:8000,node=kvtier://127.0.0.1:7878")
-    settings: dict[str, object] = {"url": url, **{key: int(value) if value.isdigit() else value for key, _, value in pairs}}
+    settings: dict[str, object] = {
+        "url": url,
+        **{key: int(value) if re.fullmatch("[0-9]{1,9}", value) else value for key, _, value in pairs},
+    }
     return name, settings

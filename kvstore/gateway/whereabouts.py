@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -16,6 +16,7 @@ from kvstore.mesh.router import Router
 
 log = logging.getLogger(__name__)
 WAIT_MS: Final = 50
+_PAUSE_S: Final = 1.0  # after a look that failed: requests are not to wait for a node that says nothing
 _AGAIN_S: Final = 5.0  # until a node that could not be reached is tried again
 
 
@@ -26,10 +27,12 @@ class Whereabouts:
         router: Is told.
         nodes: Storage URLs of the nodes, each of which is a node's name, too; and a shard of the engine beside it, which stands for
             all of them.
+        monotonic: The clock.
     """
 
-    def __init__(self, router: Router, nodes: Mapping[str, Shard]) -> None:
-        self._router = router
+    def __init__(self, router: Router, nodes: Mapping[str, Shard], monotonic: Callable[[], float]) -> None:
+        self._router, self._monotonic = router, monotonic
+        self._pauses: dict[str, float] = {}  # nodes whose last look failed, and until when they are left alone
         self._nodes = {url: [str(shard)] for url, shard in nodes.items()}
         self._clients: dict[str, Client] = {}
 
@@ -63,7 +66,7 @@ class Whereabouts:
         return None
 
     async def look(
-        self, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Mapping[str, set[bytes]]
+        self, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Callable[[str], Collection[bytes]]
     ) -> None:
         """Ask every node how much of a chain it has, and believe it.
 
@@ -71,13 +74,14 @@ class Whereabouts:
             namespace: Of the chain.
             prefixes: Its blocks.
             keys: The same, as a router has them.
-            fresh: By node, blocks that an engine beside it computes now: it does not have them yet, and will.
+            fresh: Tells of a node blocks that an engine beside it computes now: it does not have them yet, and will.
         """
         if prefixes:
-            await asyncio.gather(*(self._ask(url, namespace, prefixes, keys, fresh.get(url, set())) for url in self._clients))
+            asked = [url for url in self._clients if self._pauses.get(url, 0.0) <= self._monotonic()]
+            await asyncio.gather(*(self._ask(url, namespace, prefixes, keys, fresh(url)) for url in asked))
 
     async def _ask(
-        self, url: str, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: set[bytes]
+        self, url: str, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Collection[bytes]
     ) -> None:
         client = self._clients[url]
         try:
@@ -85,13 +89,18 @@ class Whereabouts:
                 found = await client.lookup(namespace=namespace, prefix_ids=prefixes, shards=self._nodes[url], deadline_ms=WAIT_MS)
         except (KVTierError, OSError, TimeoutError) as error:
             log.info("node %s did not say what it has: %r", url, error)
+            if url in self._pauses:  # twice in a row: until it is back, nothing can be loaded from there
+                self._router.node_cleared(url)
+            self._pauses[url] = self._monotonic() + _PAUSE_S
             return
+        self._pauses.pop(url, None)
         at = 0
         for tier, blocks in groupby(found.tiers):
             run = keys[at : at + len(list(blocks))]
             at += len(run)
-            if tier == "bucket":
-                self._router.bucket_has(run)
+            if tier in {"bucket", "peer"}:  # the peer says for itself what it has
+                if tier == "bucket":
+                    self._router.bucket_has(run)
                 self._router.node_lost(url, [key for key in run if key not in fresh])
             else:
                 self._router.node_has(url, run, disk=tier == "nvme")

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import aiohttp
+import msgspec
 
 from kvstore.errors import Unsupported
 from kvstore.gateway.asked import CHAT, Asked
+from kvstore.gateway.reading import read
 
 log = logging.getLogger(__name__)
 _ASK_S: Final = 2.0
-_CHAT_FIELDS: Final = ("tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_MOST: Final = 64 << 20  # bytes of an engine's answer
+_FIELDS: Final = (
+    "model",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+)
+
+
+class _Tokenised(msgspec.Struct):
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 
 class Words(Protocol):
@@ -52,6 +69,7 @@ class OwnTokenizer:
             raise Unsupported(
                 f"no tokenizer at {name!r}: {error}", remedy="set gateway.tokenizer to the model's folder, or leave it empty"
             ) from None
+        self._arguments = frozenset(inspect.signature(self._words.apply_chat_template).parameters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-words")  # one: tokenizers are not safe on several
 
     async def tokens(self, asked: Asked, engine: str) -> Sequence[int] | None:  # noqa: ARG002  the seam's signature
@@ -59,22 +77,57 @@ class OwnTokenizer:
         if asked.tokens is not None:
             return asked.tokens
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._now, asked)
+            async with asyncio.timeout(_ASK_S):  # one long prompt is not to hold up those behind it
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._now, asked)
         except Exception as error:  # noqa: BLE001  templates are programs, and messages whatever a client wrote: the engine judges
-            log.info("a prompt could not be tokenised: %s", error)
+            log.info("a prompt could not be tokenised: %r", error)
             return None
 
     def _now(self, asked: Asked) -> list[int] | None:
-        if asked.path != CHAT:
-            prompt = asked.fields.get("prompt")
-            return list(self._words(prompt)["input_ids"]) if isinstance(prompt, str) else None
         fields = asked.fields
-        if not isinstance(fields.get("messages"), list):
-            return None
-        template = {"add_generation_prompt": True} | {name: fields[name] for name in _CHAT_FIELDS[:-1] if name in fields}
-        template |= fields.get("chat_template_kwargs") or {}
-        text = self._words.apply_chat_template(fields["messages"], tokenize=False, **template)
-        return list(self._words(text, add_special_tokens=False)["input_ids"])
+        if asked.path != CHAT:
+            prompt, special = fields.get("prompt"), fields.get("add_special_tokens", True)
+            return list(self._words(prompt, add_special_tokens=special)["input_ids"]) if isinstance(prompt, str) else None
+        given = fields.get("chat_template_kwargs") or {}
+        template = {name: value for name, value in given.items() if name not in self._arguments}  # a client names no template
+        template |= {name: fields[name] for name in ("documents", "continue_final_message") if fields.get(name) is not None}
+        text = self._words.apply_chat_template(
+            [_as_rendered(message) for message in fields["messages"]],
+            tokenize=False,
+            tools=[_tool(each) for each in fields.get("tools") or ()] or None,
+            add_generation_prompt=fields.get("add_generation_prompt", True),
+            **template,
+        )
+        return list(self._words(text, add_special_tokens=fields.get("add_special_tokens", False))["input_ids"])
+
+
+def _as_rendered(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as vLLM hands it to a template: text in one piece, and a call's arguments as what they say."""
+    found, content = dict(message), message.get("content")
+    if isinstance(content, list):
+        found["content"] = "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+    if "tool_calls" in found and not found["tool_calls"]:
+        del found["tool_calls"]
+    elif "tool_calls" in found:
+        found["tool_calls"] = [{**call, "function": _call(call["function"])} for call in found["tool_calls"]]
+    return found
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    said = function.get("arguments")
+    try:
+        arguments = json.loads(said) if isinstance(said, str) else said
+    except ValueError:
+        arguments = None
+    return {**function, "arguments": arguments if isinstance(arguments, dict) else {}}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as vLLM hands it to a template: all fields that it knows, in its order."""
+    said = tool["function"]
+    function = {"name": said["name"], "description": said.get("description"), "parameters": said.get("parameters")}
+    function |= {"strict": said["strict"]} if said.get("strict") is not None else {}
+    return {"type": "function", "function": function}
 
 
 class EngineTokenizer:
@@ -91,16 +144,21 @@ class EngineTokenizer:
         """See `Words`."""
         if asked.tokens is not None:
             return asked.tokens
-        fields: dict[str, Any] = {name: asked.fields[name] for name in ("model", *_CHAT_FIELDS) if name in asked.fields}
         name = "messages" if asked.path == CHAT else "prompt"
         if not isinstance(asked.fields.get(name), list if asked.path == CHAT else str):
             return None
-        fields[name] = asked.fields[name]
+        fields = {name: asked.fields[name] for name in (name, *_FIELDS) if asked.fields.get(name) is not None}
+        asking = self._session.post(
+            f"{engine}/tokenize",
+            data=json.dumps(fields).encode(),
+            headers={"Content-Type": "application/json"},
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=_ASK_S),
+        )
         try:
-            async with self._session.post(f"{engine}/tokenize", json=fields, timeout=aiohttp.ClientTimeout(total=_ASK_S)) as answer:
-                found = await answer.json() if answer.status == 200 else {}
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            async with asking as answer:
+                found = await read(answer, _MOST) if answer.status == 200 else None
+                return msgspec.json.decode(found, type=_Tokenised).tokens if found else None
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             log.info("%s did not tokenise a prompt: %r", engine, error)
             return None
-        tokens = found.get("tokens") if isinstance(found, dict) else None
-        return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None

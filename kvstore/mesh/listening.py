@@ -71,6 +71,7 @@ class Listener:
                     await self._came(context, int.from_bytes(frames[1], "big", signed=True), frames[2])
                 else:
                     self.heard.broken += 1
+                await asyncio.sleep(0)  # what waits here is taken without waiting: a flood must not stop all else
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -102,6 +103,7 @@ class Listener:
                         self._forget()
                     self._apply(payload)
                     expected = number + 1
+                    await asyncio.sleep(0)
         except (TimeoutError, zmq.ZMQError) as error:
             log.warning(
                 "%s: KV events %d to %d were not sent again: %s",

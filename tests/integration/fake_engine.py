@@ -8,11 +8,16 @@ from aiohttp import web
 
 
 class FakeEngine:
-    """`fault` is what happens to the next requests: "", "503", "refuse", "before", "middle", "hang"."""
+    """`fault` is what happens to the next requests: "503", "400", "refuse", "before", "middle", "redirect", "huge head", "flood".
+
+    `headers` go with answers, `tokens` is what `/tokenize` answers. Requests wait for `release`, streams midway for `between`.
+    """
 
     def __init__(self, name):
         self.name, self.fault, self.seen, self.url, self.release = name, "", [], "", asyncio.Event()
+        self.between, self.headers, self.tokens = asyncio.Event(), {}, None
         self.release.set()
+        self.between.set()
 
     async def complete(self, request):
         body = await request.read()
@@ -24,11 +29,17 @@ class FakeEngine:
             return web.Response()
         if self.fault == "400":
             return web.json_response({"error": {"message": "no such model"}}, status=400)
+        if self.fault == "redirect":
+            raise web.HTTPTemporaryRedirect(f"{self.url}/elsewhere")
+        if self.fault == "huge head":
+            return web.Response(headers={"X-Long": "x" * 20_000})
         await self.release.wait()
+        if self.fault == "flood":
+            return await self.flood(request)
         if not json.loads(body).get("stream"):
             if self.fault:
                 request.transport.abort()
-            return web.json_response({"by": self.name, "usage": {"prompt_tokens": 3}})
+            return web.json_response({"by": self.name, "usage": {"prompt_tokens": 3}}, headers=self.headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if self.fault == "before":
@@ -36,6 +47,7 @@ class FakeEngine:
             return response
         for word in ("one", "two"):
             await response.write(b'data: {"word": "%s"}\n\n' % word.encode())
+            await self.between.wait()
             if self.fault == "middle":
                 await asyncio.sleep(0.05)  # what was written gets there
                 request.transport.abort()
@@ -44,7 +56,20 @@ class FakeEngine:
         await response.write_eof()
         return response
 
+    async def flood(self, request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(400):
+            await response.write(b"x" * (64 << 10))
+        return response
+
+    async def elsewhere(self, request):
+        self.seen.append((request.path, await request.read(), dict(request.headers)))
+        return web.json_response({"by": self.name})
+
     async def tokenize(self, request):
+        if self.tokens is not None:
+            return web.Response(body=self.tokens, content_type="application/json")
         asked = await request.json()
         text = asked.get("prompt") or "".join(message["content"] for message in asked["messages"])
         return web.json_response({"tokens": list(text.encode()), "count": len(text)})
@@ -63,6 +88,7 @@ class FakeEngine:
                 web.post("/v1/chat/completions", self.complete),
                 web.post("/v1/completions", self.complete),
                 web.post("/tokenize", self.tokenize),
+                web.post("/elsewhere", self.elsewhere),
                 web.get("/health", self.health),
                 web.get("/v1/models", self.models),
             ]

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
 
-import aiohttp
 import pytest
 
 from kvstore.errors import AlreadyExists, Invalid
@@ -12,41 +10,15 @@ from kvstore.gateway.app import Gateway
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Bounds
 from kvstore.gateway.settings import GatewaySettings, load
-from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_fleet import CHAT, open_fleet
 
-CHAT = "/v1/chat/completions"
 TEXT = "".join(f"{number} bottles of beer on the wall, " for number in range(200))
-
-
-class Fleet:
-    """Two engines, a gateway and a client."""
-
-    def __init__(self, engines, gateway, client):
-        self.engines, self.gateway, self.client = engines, gateway, client
-
-    async def ask(self, text="hello", *, path=CHAT, headers=None, **fields):
-        """Status, headers and body of one answer."""
-        body = {"model": "m", **({"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}), **fields}
-        async with self.client.post(self.gateway.url + path, json=body, headers=headers) as answer:
-            return answer.status, answer.headers, await answer.read()
-
-    async def by(self, text="hello", **fields):
-        """Which engine answered."""
-        _, headers, _ = await self.ask(text, **fields)
-        return headers["X-KVTier-Engine"]
 
 
 @pytest.fixture
 async def fleet(request):
-    settings = getattr(request, "param", {})
-    async with AsyncExitStack() as lifetime:
-        engines = {name: await lifetime.enter_async_context(FakeEngine(name).running()) for name in ("a", "b")}
-        table = {name: EngineSettings(url=engine.url, **settings.get("engine", {})) for name, engine in engines.items()}
-        bounds = Bounds(first_s=20, idle_s=5)
-        opening = Gateway.open(GatewaySettings(engines=table, listen="127.0.0.1:0", bounds=bounds, **settings.get("gateway", {})))
-        gateway = await lifetime.enter_async_context(opening)
-        client = await lifetime.enter_async_context(aiohttp.ClientSession())
-        yield Fleet(engines, gateway, client)
+    async with open_fleet(**getattr(request, "param", {})) as fleet:
+        yield fleet
 
 
 async def test_an_answer_comes_through_whole_and_in_pieces(fleet):
@@ -180,13 +152,8 @@ async def test_a_client_that_leaves_takes_its_request_along(fleet):
         while not any(engine.seen for engine in fleet.engines.values()):  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.01)
         task.cancel()
-        while any(each["running"] for each in await engines_of(fleet)):  # noqa: ASYNC110
+        while any(each["running"] for each in await fleet.states()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def engines_of(fleet):
-    async with fleet.client.get(f"{fleet.gateway.url}/v1/engines") as answer:
-        return await answer.json()
 
 
 async def test_route_says_what_would_be_done_and_does_nothing(fleet):
