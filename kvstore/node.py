@@ -21,6 +21,7 @@ from kvstore.lifecycle.runners import InProcess, Subprocess
 from kvstore.lifecycle.warm import keep_learning
 from kvstore.lifecycle.worker import Collections
 from kvstore.mesh.opening import Mesh
+from kvstore.mesh.peers import Peers
 from kvstore.objects import ObjectStore, RetryingStore, S3Store, probe
 from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
@@ -226,7 +227,8 @@ def _folder(text: str) -> Path:
 async def _mesh(settings: Settings, node_id: str, clock: Clock, ids: Ids, health: Health, lifetime: AsyncExitStack) -> Mesh | None:
     if not settings.peers.listen:
         return None
-    mesh = await lifetime.enter_async_context(Mesh.open(settings.peers, node_id, clock=clock, ids=ids, environ=os.environ))
+    opening = Mesh.open(settings.peers, node_id, bucket=bool(settings.store.url), clock=clock, ids=ids, environ=os.environ)
+    mesh = await lifetime.enter_async_context(opening)
     health.ask("mesh", mesh.reason)
     return mesh
 
@@ -237,7 +239,8 @@ async def _tenants(
     """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and what is beyond it are common."""
     uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
     share, ahead = int(settings.dram.size) // len(uids), settings.prestage
-    bounds = StackSettings(behind_bytes=int(settings.limits.write_behind), drain_s=float(settings.limits.drain))
+    behind, drain = int(settings.limits.write_behind), float(settings.limits.drain)
+    bounds = StackSettings(behind_bytes=behind, drain_s=drain, lenders=frozenset({Peers.name}))
     tiers = {}
     for name, allowed in uids.items():
         opening = DramTier.open(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvstore.api import MeshStats
 from kvstore.clock import Clock, Ids
@@ -17,8 +17,10 @@ from kvstore.mesh.link import Links
 from kvstore.mesh.members import Directory, Member
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.static import StaticDirectory
+from kvstore.mesh.supplier import PeerSettings
 
 Work = Callable[[], Awaitable[None]]
+_NOBODY_ELSE_S: Final = 2.0  # of patience with a peer, where the only other way is computing
 
 
 class Mesh:
@@ -40,13 +42,14 @@ class Mesh:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, settings: PeersSettings, node: str, *, clock: Clock, ids: Ids, environ: Mapping[str, str]
+        cls, settings: PeersSettings, node: str, *, bucket: bool, clock: Clock, ids: Ids, environ: Mapping[str, str]
     ) -> AsyncIterator[Self]:
         """For the length of the block; at its end this node has left. Nothing waits for others to be there.
 
         Args:
             settings: With `listen`.
             node: This node's id.
+            bucket: Whether there is one behind the peers: then no peer is waited for long.
             clock: Time.
             ids: Names and spread.
             environ: Where a directory's credentials are.
@@ -78,7 +81,8 @@ class Mesh:
             else:
                 others = [Member(name, 0, *address) for name, address in static_peers(settings.static).items() if name != node]
                 directory = StaticDirectory(others, links.holds, clock)
-            opened = Peers.open(node, directory, links, clock, placement=settings.placement)
+            patience = PeerSettings() if bucket else PeerSettings(patience_s=_NOBODY_ELSE_S)
+            opened = Peers.open(node, directory, links, clock, patience, placement=bucket and settings.placement)
             peers = await lifetime.enter_async_context(opened)
             background["peers"] = peers.watch
             yield cls(directory, peers, background, reason, lifetime)
