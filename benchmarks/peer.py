@@ -104,7 +104,7 @@ class _Node:
         clock = SystemClock()
         async with AsyncExitStack() as life:
             dram = await life.enter_async_context(DramTier.open("dram", (sizes * _SET + 128) * MIB, movers))
-            links = await life.enter_async_context(Links.open())
+            links = await life.enter_async_context(Links.open(networks=["0.0.0.0/0"]))  # the slow link is in a network of its own
             patient = PeerSettings(patience_s=60)
             peers = await life.enter_async_context(Peers.open(name, _Directory(member), links, clock, patient, placement=False))
             lent = StackSettings(lenders=frozenset({"peer"}))

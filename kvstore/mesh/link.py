@@ -27,6 +27,7 @@ from kvstore.ids import pack_prefixes
 from kvstore.mesh import frames
 from kvstore.mesh.delivery import Delivery
 from kvstore.mesh.members import Member
+from kvstore.mesh.networks import trusting
 from kvstore.objects.threads import until_over
 from tiering import Miss
 
@@ -90,8 +91,8 @@ class Link(Protocol):
 class Links:
     """Links to the members of a mesh, and the threads that they share."""
 
-    def __init__(self, settings: LinkSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: LinkSettings, trusted: Callable[[str], bool]) -> None:
+        self.settings, self.trusted = settings, trusted
         self.threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer")
         # Who waits for a bucket must not keep others from what is there; questions are short, and must not wait for blocks.
         self.waiters = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer-through")
@@ -100,9 +101,17 @@ class Links:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: LinkSettings | None = None) -> AsyncIterator[Self]:
-        """For the length of the block. Whoever uses them has left by its end."""
-        links = cls(settings or LinkSettings())
+    async def open(cls, settings: LinkSettings | None = None, *, networks: Sequence[str] = ()) -> AsyncIterator[Self]:
+        """For the length of the block. Whoever uses them has left by its end.
+
+        Args:
+            settings: Bounds.
+            networks: Where members may be, whatever a directory says; none: on this host.
+
+        Raises:
+            Invalid: No such network.
+        """
+        links = cls(settings or LinkSettings(), trusting(networks))
         try:
             yield links
         finally:
@@ -139,6 +148,8 @@ class TcpLink:
     async def carry(self, batch: Sequence[Delivery], *, through: bool, speed: int) -> Carried:
         """See :meth:`Link.carry`."""
         exchange = _Blocks(self, batch, _ask(batch, through=through, speed=speed))
+        for delivery in batch:
+            delivery.left = exchange.left
         return await _run(self._links.waiters if through else self._links.threads, exchange.run, exchange.cut)
 
     async def holds(self, keys: Sequence[bytes]) -> list[bool]:
@@ -193,7 +204,14 @@ class TcpLink:
     def connect(self) -> socket.socket:
         """A new one. Raises `OSError`."""
         settings = self._links.settings
-        sock = socket.create_connection((self._member.host, self._member.port), timeout=settings.connect_s)
+        try:
+            sock = socket.create_connection((self._member.host, self._member.port), timeout=settings.connect_s)
+        except (ValueError, OverflowError) as error:  # whoever said that it is an address
+            raise OSError(f"{self.host!r} is no address: {error}") from None
+        address = sock.getpeername()[0]
+        if not self._links.trusted(address):
+            sock.close()
+            raise OSError(f"{address}, the address of {self._member.node}, is in no network of peers.networks")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Wait in the kernel, and for so long at most: Python's own timeouts would poll before every read.
         sock.settimeout(None)
@@ -294,6 +312,11 @@ class _Blocks(_Exchange):
         super().__init__(link, frames.request(frames.BLOCKS, link.host, msgspec.msgpack.encode(ask)))
         self._batch = batch
         self._nbytes, self._seconds = 0, 0.0
+
+    def left(self) -> None:
+        """Nobody waits for one of them any more. Where that is so of all, the peer's silence must not keep a thread."""
+        if not any(each.wanted and not each.over for each in self._batch):
+            self.cut()
 
     def run(self) -> Carried:
         failed = ""

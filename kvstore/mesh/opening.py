@@ -64,7 +64,7 @@ class Mesh:
                 f"peers.listen is {settings.listen!r}, which is every interface", remedy="set peers.advertise to what others reach"
             )
         async with AsyncExitStack() as lifetime:
-            links = await lifetime.enter_async_context(Links.open())
+            links = await lifetime.enter_async_context(Links.open(networks=settings.networks))
             background: dict[str, Work] = {}
             directory: Directory
             reason: Callable[[], str] = str
@@ -80,6 +80,12 @@ class Mesh:
                 reason = valkey.reason
             else:
                 others = [Member(name, 0, *address) for name, address in static_peers(settings.static).items() if name != node]
+                for other in others:
+                    if (other.host, other.port) == (host, port):
+                        raise Invalid(
+                            f"peers.static says that {other.node} is at {host}:{port}, where this node is, and node.id is {node!r}",
+                            remedy=f"set node.id to {other.node!r}, or correct peers.static",
+                        )
                 directory = StaticDirectory(others, links.holds, clock)
             patience = PeerSettings() if bucket else PeerSettings(patience_s=_NOBODY_ELSE_S)
             opened = Peers.open(node, directory, links, clock, patience, placement=bucket and settings.placement)

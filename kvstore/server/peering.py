@@ -21,6 +21,8 @@ from kvstore.config import parse_address
 from kvstore.errors import AlreadyExists, Invalid
 from kvstore.ids import Shard
 from kvstore.mesh import frames
+from kvstore.mesh.networks import trusting
+from kvstore.mesh.seldom import Seldom
 from kvstore.objects.gate import ByteGate
 from kvstore.server.lending import Lending
 from kvstore.service.plane import Plane, TenantTiers
@@ -75,6 +77,7 @@ class Peering:
         lending: Lending,
         tiers: Mapping[str, TenantTiers],
         limits: PeeringLimits,
+        clock: Clock,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
@@ -82,6 +85,7 @@ class Peering:
         self._listener, self._trusted, self._lending, self._tiers, self._limits = listener, trusted, lending, tiers, limits
         self._threads = ThreadPoolExecutor(limits.senders, thread_name_prefix="kvtier-peer-send")
         self._visits: dict[asyncio.Task[None], str] = {}
+        self._seldom = Seldom(clock)
 
     @classmethod
     @asynccontextmanager
@@ -114,12 +118,12 @@ class Peering:
             AlreadyExists: The port is taken.
         """
         limits = limits or PeeringLimits()
-        trusted = _trusted(networks)
+        trusted = trusting(networks)
         listener = _listening(listen, loopback_only=not networks)
         most = min([limits.lent, *(each.dram.limit // 4 for each in tiers.values())])
         gate = ByteGate(max(1, most), limits.tiers_s)
         lending = Lending(plane, tiers, movers, clock, owns, gate, tiers_s=limits.tiers_s, through_s=limits.through_s)
-        self = cls(listener, trusted, lending, tiers, limits)
+        self = cls(listener, trusted, lending, tiers, limits, clock)
         accepting = asyncio.create_task(self._accept())
         try:
             yield self
@@ -137,7 +141,8 @@ class Peering:
             try:
                 sock, where = await loop.sock_accept(self._listener)
             except OSError as error:  # such as too many open files
-                log.warning("accepting a peer failed: %s", error)
+                if self._seldom("accepting"):
+                    log.warning("accepting a peer failed: %s", error)
                 await asyncio.sleep(0.1)
                 continue
             host = where[0]
@@ -153,11 +158,11 @@ class Peering:
             if refused:
                 sock.close()
                 continue
-            task = asyncio.create_task(self._visit(sock))
+            task = asyncio.create_task(self._visit(sock, host))
             self._visits[task] = host
             task.add_done_callback(lambda over: self._visits.pop(over, None))
 
-    async def _visit(self, sock: socket.socket) -> None:
+    async def _visit(self, sock: socket.socket, host: str) -> None:
         """One connection, request by request."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,7 +179,8 @@ class Peering:
                     raise frames.Malformed(path[:80])  # noqa: TRY301  answered below, as all that is no request
         except (frames.Malformed, msgspec.MsgspecError, Invalid) as error:
             self.counts["requests malformed"] += 1
-            log.warning("a peer asked for nothing we know: %s", error)
+            if self._seldom("malformed"):
+                log.warning("%s asked for nothing we know, and is refused: %s", host, error)
             with suppress(OSError):
                 sock.send(_BAD)
         except TimeoutError:
@@ -332,34 +338,21 @@ def _parsed(head: bytes) -> tuple[str, int]:
     return parts[1], int(length)
 
 
-def _trusted(networks: tuple[str, ...]) -> Callable[[str], bool]:
-    try:
-        known = [ipaddress.ip_network(each) for each in networks]
-    except ValueError as error:
-        raise Invalid(f"trusted networks: {error}") from None
-
-    def trusted(host: str) -> bool:
-        address = ipaddress.ip_address(host.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        return any(address in each for each in known) if known else address.is_loopback
-
-    return trusted
-
-
 def _listening(listen: str, *, loopback_only: bool) -> socket.socket:
     host, port = parse_address(listen)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         if loopback_only and not ipaddress.ip_address(str(where[0])).is_loopback:
             raise Invalid(
-                f"peers would be served on {listen}, and no network is trusted",
-                remedy="name the cluster's networks, or use 127.0.0.1",
+                f"peers.listen is {listen!r}, beyond this host, and peers.networks is empty: no network is trusted",
+                remedy="name the cluster's networks in peers.networks, or listen on 127.0.0.1",
             )
         sock = socket.create_server(where[:2], family=family, backlog=128)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise AlreadyExists(f"{listen} is in use", remedy="stop what listens there, or give peers another address") from None
-        raise Invalid(f"the address for peers is {listen!r}: {error.strerror}") from None
+            raise AlreadyExists(
+                f"peers.listen is {listen!r}, which is in use", remedy="stop what listens there, or set another address"
+            ) from None
+        raise Invalid(f"peers.listen is {listen!r}: {error.strerror}", remedy="set an address of this host") from None
     sock.setblocking(False)
     return sock
