@@ -33,7 +33,7 @@ from kvstore.objects.base import Absent, Arrived, Got, Unchanged
 from kvstore.objects.memory import MemoryStore
 from kvstore.objects.passing import PassingStore
 from kvstore.service.ondevice import OnDevice
-from kvstore.service.plane import block_wants
+from kvstore.service.wants import block_wants
 from tiering import DramTier, Movers
 from tiering.streams import open_device
 

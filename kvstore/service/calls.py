@@ -25,11 +25,12 @@ from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
 from kvstore.service.hinting import Hints
-from kvstore.service.plane import Plane, parse_shards
+from kvstore.service.plane import Plane
 from kvstore.service.registry import Registry
 from kvstore.service.restores import Restores
 from kvstore.service.staging import Resolved
 from kvstore.service.stats import latency, store_stats, tier_stats
+from kvstore.service.wants import parse_shards
 
 MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS, MAX_HOLD_MS = 32, 256, 10 * 365 * 86400, 60_000, 600_000
 _RESOLVING: Final = 16  # sessions that are looked up at once for restores

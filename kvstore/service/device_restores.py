@@ -14,8 +14,8 @@ from kvstore import api
 from kvstore.clock import Clock
 from kvstore.errors import KVTierError
 from kvstore.service.calls import Service
-from kvstore.service.plane import leading_run
 from kvstore.service.staging import Plan, Step
+from kvstore.service.wants import leading_run
 from tiering import DeviceLease, Lease, Reach, Want
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from kvstore.ids import BlockName, Namespace, Shard
 from kvstore.repo import Proposal, want
 from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
-from kvstore.service.plane import Plane, block_wants
+from kvstore.service.plane import Plane
 from kvstore.service.registry import Registry
+from kvstore.service.wants import block_wants
 from tiering import DiskTier, Lease, Miss, Reach, Want
 
 _GONE: Final = frozenset({Miss.ABSENT, Miss.CORRUPT})

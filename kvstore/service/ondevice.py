@@ -23,8 +23,8 @@ from kvstore.keys import check_id
 from kvstore.repo import BlockWant
 from kvstore.service.calls import Service
 from kvstore.service.device_restores import DeviceRestores
-from kvstore.service.plane import block_wants, leading_run
 from kvstore.service.stats import place_stats
+from kvstore.service.wants import block_wants, leading_run
 from tiering import DeviceLease, DeviceTier, Lease, Miss, Want
 
 log = logging.getLogger(__name__)

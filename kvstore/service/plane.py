@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from kvstore import api, codec
 from kvstore.clock import Clock
-from kvstore.errors import Denied, Invalid, KVTierError, NotFound
-from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes, prefix_id
+from kvstore.errors import Denied, Invalid
+from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes
 from kvstore.lifecycle.prestage import Turns
-from kvstore.model import Copy
-from kvstore.repo import BlockWant, want
+from kvstore.repo import BlockWant
+from kvstore.service.beyond import Beyond, BucketOrigin
 from kvstore.service.landing import Landing
 from kvstore.service.names import Names
 from kvstore.service.registry import Registry
-from tiering import DramSlot, DramTier, Flights, Lease, Miss, Movers, Origin, Reach, Stack, Want
+from kvstore.service.wants import block_wants, leading_run, parse_shards, tier_reach
+from tiering import DramSlot, DramTier, Lease, Miss, Movers, Origin, Reach, Stack, Want
 from tiering.dram import DramValue
 
-REACH: Final = {"dram": Reach.DRAM, "nvme": Reach.DISK, "bucket": Reach.ORIGIN}  # near to far; tiers bear these names
 FARTHER: Final = ["dram", "nvme"]  # of this node
-MAX_SHARDS: Final = 4096
 _MOST_LOOKED_UP: Final = 8 * api.MAX_BLOCKS  # the loop looks at them in one go
 _UNSEALED: Final = 512 << 20  # copied and not digested; a quarter of memory is a bound too
 _NAMES: Final = 16  # shards of namespaces whose keys are remembered
 _MOST_CHANGES: Final = 16  # between peers, the bucket and this node, in one look-up
-_LINGER: Final = 32  # questions to the bucket that go on when whoever asked ran out of time
 _AHEAD: Final = 8  # this part of a tenant's memory at most is promised to blocks without a name
 _NAMELESS: Final = bytes(32)  # the key of what has none yet; it never comes to be one
 _TURNS: Final = 64  # of the loop, within which what was sent is read
@@ -51,18 +47,6 @@ class TenantTiers(msgspec.Struct, frozen=True):
     dram: DramTier
     stack: Stack
     uids: tuple[int, ...]
-
-
-class BucketOrigin(Origin, Protocol):
-    """The bucket, which also remembers what it was asked."""
-
-    async def contains(self, wants: Sequence[Want], *, until: float = 0.0, missed: bool = False) -> int:
-        """Leading run that it holds; see :meth:`kvstore.repo.blocks.BucketOrigin.contains`."""
-        ...
-
-    def known(self, wants: Sequence[Want]) -> int:
-        """Length of the leading run that earlier answers say it holds. Asks nobody."""
-        ...
 
 
 class Reads(msgspec.Struct):
@@ -149,19 +133,18 @@ class Plane:
         peers: Origin | None = None,
     ) -> None:
         self.turns = turns
-        self._peers = peers
-        self._tiers, self._registry, self._origin, self._clock, self._movers = tiers, registry, origin, clock, movers
+        self._tiers, self._registry, self._clock, self._movers = tiers, registry, clock, movers
+        self._beyond = Beyond(registry, origin, peers, clock)
         self._names: dict[tuple[str, str], Names] = {}
         self._landing = Landing(movers, min(_UNSEALED, sum(each.dram.limit for each in tiers.values()) // 4))
         self._ahead: Counter[str] = Counter()  # bytes promised, by tenant
         self._writing: dict[str, set[Callable[[], bool]]] = {}
-        self._questions: Flights[Any] = Flights(lambda _: None, linger=_LINGER, linger_cost=_LINGER)
         self.reads = Reads()
 
     async def aclose(self) -> None:
         """Land what was published; end questions to the bucket that nobody waits for."""
         await self._landing.aclose()
-        await self._questions.aclose()
+        await self._beyond.aclose()
 
     @property
     def run(self) -> Callable[..., Awaitable[object]]:
@@ -197,15 +180,15 @@ class Plane:
         deadline = self._clock.monotonic() + deadline_ms / 1000 if deadline_ms else None
         stack, farthest = self.tiers(tenant).stack, tier_reach(reach)
         await self.settled(tenant, deadline)
-        fields = await self._fields(tenant, namespace, deadline)
+        fields = await self._beyond.fields(tenant, namespace, deadline)
         if isinstance(fields, Miss):
             run, miss = list[Lease](), fields.value
         else:
             wants = block_wants(fields, shard, links)
             with self.turns.request():
                 run, miss = leading_run(await stack.get_many(wants, deadline=deadline, reach=farthest))
-                if miss == Miss.ABSENT.value and farthest is Reach.ORIGIN and self._origin is not None:
-                    miss = await self._lengthen(run, self._origin, stack, fields, shard, links, deadline)
+                if miss == Miss.ABSENT.value and farthest is Reach.ORIGIN and self._beyond.bucket is not None:
+                    miss = await self._lengthen(run, stack, fields, shard, links, deadline)
         self.reads.leased(links, run, miss)
         return run, miss
 
@@ -334,7 +317,7 @@ class Plane:
                 break
             await asyncio.sleep(0)
         if self._landing.pending(tenant):
-            await self._landing.settled(tenant, self._left(deadline))
+            await self._landing.settled(tenant, self._beyond.left(deadline))
 
     async def reserve(self, tenant: str, namespace: str, shard: Shard, link: Link) -> Room | None:
         """Room for one block's payload; None where everything that could make way is leased (counted as dropped)."""
@@ -374,7 +357,7 @@ class Plane:
         if fields is None:
             return None
         tiers = self._here(tenant, fields, shards, request.prefix_ids)
-        elsewhere = request.reach == "bucket" and (self._origin is not None or self._peers is not None)
+        elsewhere = request.reach == "bucket" and bool(self._beyond)
         if len(tiers) < len(request.prefix_ids) and (elsewhere or self._landing.pending(tenant) or self._unread(tenant)):
             return None
         self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
@@ -388,44 +371,32 @@ class Plane:
         deadline = self._clock.monotonic() + request.deadline_ms / 1000
         await self.settled(tenant, deadline)
         shards = parse_shards(request.shards)
-        fields = await self._fields(tenant, request.namespace, deadline)
+        fields = await self._beyond.fields(tenant, request.namespace, deadline)
         if isinstance(fields, Miss):
             self.reads.asked("lookup", 0, len(request.prefix_ids))
             return api.Found(run=0, tiers=[])
         tiers = self._here(tenant, fields, shards, request.prefix_ids)
         if request.reach == "bucket":
-            await self._beyond(tenant, fields, shards, request.prefix_ids, tiers, deadline)
+            await self._lengthen_found(tenant, fields, shards, request.prefix_ids, tiers, deadline)
         self.reads.asked("lookup", len(tiers), len(request.prefix_ids))
         return api.Found(run=len(tiers), tiers=tiers)
 
-    async def _beyond(
+    async def _lengthen_found(
         self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str], tiers: list[str], deadline: float
     ) -> None:
         """Lengthen a run of this node's tiers by what peers and the bucket have, and by what is here again behind that."""
-        here = self._places(tenant, fields, shards, prefixes) if self._peers is not None else []
+        beyond = self._beyond
+        here = self._places(tenant, fields, shards, prefixes) if beyond.peers is not None else []
         for _ in range(_MOST_CHANGES):
             start = len(tiers)
             rest = [Link(PrefixId(text), fields.block_tokens) for text in prefixes[start:]]
-            run, where = await self._at_peers(fields, shards, rest, deadline), "peer"
-            if not run and rest and self._origin is not None:
-                run, where = await self._in_bucket(self._origin, fields, shards, rest, deadline, missed=False), "bucket"
+            run, where = await beyond.at_peers(fields, shards, rest, deadline), "peer"
+            if not run and rest:
+                run, where = await beyond.in_bucket(fields, shards, rest, deadline, missed=False), "bucket"
             tiers += [here[at] or where for at in range(start, start + run)] if here else [where] * run
-            if not run or self._peers is None:
+            if not run or beyond.peers is None:
                 return
             tiers += _leading(here[len(tiers) :])
-
-    async def _at_peers(self, fields: Namespace, shards: Sequence[Shard], links: Sequence[Link], deadline: float) -> int:
-        """Leading run of `links` that peers are believed to hold for every shard."""
-        run = len(links)
-        if self._peers is None or not run or not self._peers.ready():
-            return 0
-        try:
-            async with asyncio.timeout(self._left(deadline)):
-                for shard in shards:
-                    run = await self._peers.contains(block_wants(fields, shard, links[:run])) if run else 0
-        except TimeoutError:
-            return 0
-        return run
 
     def _here(self, tenant: str, fields: Namespace, shards: Sequence[Shard], prefixes: Sequence[str]) -> list[str]:
         """The farthest tier that every shard of a block is in, for each block of the leading run that is in this node's tiers."""
@@ -465,7 +436,6 @@ class Plane:
     async def _lengthen(
         self,
         run: list[Lease],
-        origin: BucketOrigin,
         stack: Stack,
         fields: Namespace,
         shard: Shard,
@@ -478,7 +448,7 @@ class Plane:
         """
         rest = links[len(run) :]
         try:
-            found = await self._in_bucket(origin, fields, [shard], rest, deadline, missed=True)
+            found = await self._beyond.in_bucket(fields, [shard], rest, deadline, missed=True)
             wants = block_wants(fields, shard, rest[:found])
             more, miss = leading_run(await stack.get_many(wants, deadline=deadline)) if found else ([], Miss.ABSENT.value)
         except BaseException:
@@ -488,110 +458,6 @@ class Plane:
         run += more
         return miss or (Miss.ABSENT.value if found < len(rest) else "")
 
-    async def _in_bucket(
-        self,
-        origin: BucketOrigin,
-        fields: Namespace,
-        shards: Sequence[Shard],
-        links: Sequence[Link],
-        deadline: float | None,
-        *,
-        missed: bool,
-    ) -> int:
-        """Leading run of `links` that the bucket holds for every shard; what it has said of them before, where it takes too long.
-
-        The question goes on then, so that a slow bucket asked again and again comes to be known.
-        """
-        wanted = [block_wants(fields, shard, links) for shard in shards]
-
-        async def ask() -> int:
-            run, until = len(links), math.inf if deadline is None else deadline
-            for wants in wanted:
-                run = await origin.contains(wants[:run], until=until, missed=missed)
-            return run
-
-        key = ("run", missed, fields.id, tuple(map(str, shards)), tuple(link.prefix_id for link in links))
-        try:
-            async with self._questions.join(key, ask, seconds=self._left(deadline), cost=1) as run:
-                return int(run)
-        except (TimeoutError, KVTierError):
-            return min(origin.known(wants) for wants in wanted)
-
-    async def _fields(self, tenant: str, namespace: str, deadline: float | None) -> Namespace | Miss:
-        """A namespace's fields; a miss where only the bucket could tell, and it does not in time.
-
-        Raises:
-            NotFound: It is not known to this tenant.
-            Invalid: It is no namespace's id.
-        """
-        known = self._registry.known(tenant, namespace)
-        if known is not None:
-            return known
-        ask = partial(self._registry.get, tenant, namespace)
-        try:
-            async with self._questions.join(("namespace", tenant, namespace), ask, seconds=self._left(deadline), cost=1) as fields:
-                assert isinstance(fields, Namespace)
-                return fields
-        except TimeoutError:
-            return Miss.TIMEOUT
-        except (NotFound, Invalid):
-            raise
-        except KVTierError:
-            return Miss.UNAVAILABLE
-
-    def _left(self, deadline: float | None) -> float | None:
-        return None if deadline is None else max(0.0, deadline - self._clock.monotonic())
-
 
 def _leading(places: list[str | None]) -> list[str]:
     return [str(tier) for tier in (places[: places.index(None)] if None in places else places)]
-
-
-def parse_shards(texts: Sequence[str]) -> list[Shard]:
-    """Shards from outside. Raises `Invalid` for a wrong name, none, too many, or one that is named twice."""
-    if not 1 <= len(texts) <= MAX_SHARDS or len(set(texts)) != len(texts):
-        raise Invalid(f"shards must be 1 to {MAX_SHARDS} different names")
-    return [Shard.parse(text) for text in texts]
-
-
-def block_wants(
-    namespace: Namespace, shard: Shard, links: Iterable[Link], copies: Mapping[PrefixId, Copy] | None = None
-) -> list[Want]:
-    """What to ask the tiers for. `copies` says where a manifest found each block. Raises `Invalid` for a wrong name or length."""
-    known: Mapping[PrefixId, Copy] = copies or {}
-    return [
-        want(namespace, BlockName(namespace.id, shard, prefix_id(link.prefix_id), link.tokens), known.get(link.prefix_id))
-        for link in links
-    ]
-
-
-class Released(Protocol):
-    """A lease of any tier."""
-
-    def release(self) -> None:
-        """Give it back."""
-        ...
-
-
-L = TypeVar("L", bound=Released)
-
-
-def leading_run(answers: Iterable[L | Miss]) -> tuple[list[L], str]:
-    """Leases up to the first miss, and why it was one; what was leased behind a hole is let go, for nobody can use it."""
-    run: list[L] = []
-    why = ""
-    for answer in answers:
-        if isinstance(answer, Miss):
-            why = why or answer.value
-        elif why:
-            answer.release()
-        else:
-            run.append(answer)
-    return run, why
-
-
-def tier_reach(reach: str) -> Reach:
-    """The hierarchy's name for the farthest tier to ask. Raises `Invalid`."""
-    if reach not in REACH:
-        raise Invalid(f"reach is {reach!r}; it must be one of {', '.join(REACH)}")
-    return REACH[reach]

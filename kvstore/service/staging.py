@@ -10,7 +10,7 @@ import msgspec
 from kvstore import api, codec
 from kvstore.ids import Link, Namespace, PrefixId, Shard, chain
 from kvstore.model import BlockRef, Copy, Manifest
-from kvstore.service.plane import block_wants
+from kvstore.service.wants import block_wants
 from tiering import Lease, Miss, Want
 
 STEP: Final = 64  # blocks asked at once: enough to fill the link, few enough to report progress

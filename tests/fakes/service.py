@@ -8,7 +8,7 @@ from kvstore import api
 from kvstore.config import load
 from kvstore.ids import Shard
 from kvstore.node import Node
-from kvstore.service.plane import block_wants
+from kvstore.service.wants import block_wants
 
 NS = namespace()
 BLOCK = 16  # tokens

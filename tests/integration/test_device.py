@@ -9,7 +9,7 @@ import kvstore
 from kvstore import codec
 from kvstore.errors import Invalid, Unsupported
 from kvstore.service.ondevice import layer_ends
-from kvstore.service.plane import block_wants
+from kvstore.service.wants import block_wants
 
 pytest.importorskip("torch", reason="the `torch` extra is not installed")
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from kvstore.api import MAX_BLOCKS
 from kvstore.server.limits import MAX_DEADLINE_MS, STANDARD
-from kvstore.service.plane import _MOST_LOOKED_UP, MAX_SHARDS
+from kvstore.service.plane import _MOST_LOOKED_UP
+from kvstore.service.wants import MAX_SHARDS
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text().split("## What one request may ask for")[1].split("## ")[0]
 
