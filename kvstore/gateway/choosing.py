@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from kvstore import codec
+from kvstore.connectors.revisions import model_name
 from kvstore.errors import Invalid
 from kvstore.gateway.asked import Asked
 from kvstore.gateway.engines import Engine, Engines
@@ -134,7 +135,7 @@ class Routing:
     Args:
         engines: Of one model.
         words: Its tokenizer.
-        model: Its name, as engines' connectors know it; the requests' own where it is "".
+        model: Its name, as engines' connectors know it, or its folder; "" where nodes are not asked.
         jitter: As :class:`kvstore.mesh.router.Router` takes it.
         monotonic: The clock.
 
@@ -153,7 +154,8 @@ class Routing:
         jitter: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engines, self._words, self._model = engines, words, model
+        self._engines, self._words = engines, words
+        self._model = model_name(model) if model else ""
         self.router = Router(monotonic, jitter)
         self.fresh = Fresh(monotonic)
         beside = {each.settings.node: Shard(ranks=each.settings.ranks) for each in engines.all.values() if each.settings.node}

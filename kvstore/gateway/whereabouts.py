@@ -35,6 +35,7 @@ class Whereabouts:
         self._pauses: dict[str, float] = {}  # nodes whose last look failed, and until when they are left alone
         self._nodes = {url: [str(shard)] for url, shard in nodes.items()}
         self._clients: dict[str, Client] = {}
+        self._others = set[str]()  # models that were seen, and are not the one
 
     async def keep(self) -> None:
         """Connect to nodes, those that come back included. Runs until cancelled."""
@@ -63,6 +64,9 @@ class Whereabouts:
             fits = [each for each in found if each.fields.model == model and each.fields.identity == "tokens"]
             if fits:
                 return max(fits, key=lambda each: each.blocks).fields
+            if new := {each.fields.model for each in found} - self._others:
+                self._others |= new
+                log.warning("no KV of model %r is stored yet, but of %s", model, ", ".join(sorted(new)))
         return None
 
     async def look(

@@ -37,11 +37,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet(*, engine=None, gateway=None, bounds=None):
-    """Two engines; the arguments are settings of each of them, of the gateway, and its bounds."""
+async def open_fleet(*, engine=None, gateway=None, bounds=None, host="127.0.0.1"):
+    """Two engines; the arguments are settings of each of them, of the gateway, and its bounds, and what they call this machine."""
     async with AsyncExitStack() as lifetime:
         engines = {name: await lifetime.enter_async_context(FakeEngine(name).running()) for name in ("a", "b")}
-        table = {name: EngineSettings(url=one.url, **(engine or {})) for name, one in engines.items()}
+        table = {name: EngineSettings(url=one.url.replace("127.0.0.1", host), **(engine or {})) for name, one in engines.items()}
         limits = Bounds(**{"first_s": 20, "idle_s": 5, **(bounds or {})})
         opening = Gateway.open(GatewaySettings(engines=table, listen="127.0.0.1:0", bounds=limits, **(gateway or {})))
         running = await lifetime.enter_async_context(opening)

@@ -1,0 +1,122 @@
+"""What a gateway learns of the nodes beside its engines, and how little it waits for one that says nothing."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from kvstore import api
+from kvstore.errors import Unavailable
+from kvstore.gateway import whereabouts
+from kvstore.gateway.choosing import ASSUMED, Routing
+from kvstore.gateway.engines import Engines, EngineSettings
+from kvstore.gateway.whereabouts import Whereabouts
+from kvstore.ids import Namespace, Shard, chain
+from kvstore.mesh.router import Candidate, Prompt, Router
+
+FIELDS = {"revision": "r", "layers": 1, "page_bytes": 1 << 20, "layout": "opaque"}
+OURS = Namespace(model="m", block_tokens=128, **FIELDS)
+TOKENS = range(1024)
+BLOCKS = [link.prefix_id for link in chain(OURS, TOKENS)]
+KEYS = [bytes.fromhex(block) for block in BLOCKS]
+
+
+class FakeNode:
+    """Answers look-ups with `tiers`, or raises `fault`."""
+
+    def __init__(self, *stored):
+        self.stored, self.tiers, self.fault, self.asked = stored, [], None, 0
+
+    async def list_namespaces(self):
+        found = [api.NamespaceInfo(namespace=each.id, fields=each, blocks=blocks) for each, blocks in self.stored]
+        return api.Namespaces(namespaces=found)
+
+    async def lookup(self, **_):
+        self.asked += 1
+        if self.fault:
+            raise self.fault
+        return SimpleNamespace(tiers=self.tiers)
+
+    async def aclose(self):
+        pass
+
+
+@pytest.fixture
+async def place(monkeypatch):
+    """A router, two nodes and what tells the one of the others."""
+    nodes, now = {"one": FakeNode(), "two": FakeNode()}, [0.0]
+
+    async def connect(url):
+        return nodes[url]
+
+    monkeypatch.setattr(whereabouts, "connect", connect)
+    router = Router(lambda: now[0], lambda: 0.0)
+    for name, node in (("a", "one"), ("b", "two")):
+        router.join(Candidate(name, node), msgspec.structs.replace(ASSUMED, token_s=1.0))  # computing is never sooner
+    found = Whereabouts(router, {url: Shard() for url in nodes}, lambda: now[0])
+    keeping = asyncio.create_task(found.keep())
+    await asyncio.sleep(0.01)
+
+    async def tokens(fresh=()):
+        """By engine, after a look."""
+        await found.look(OURS, BLOCKS, KEYS, lambda _: fresh)
+        return {each.candidate: each.tokens for each in router.rank(Prompt(KEYS, len(TOKENS), OURS.block_tokens, 1 << 13))}
+
+    yield SimpleNamespace(nodes=nodes, now=now, found=found, tokens=tokens)
+    keeping.cancel()
+    await found.aclose()
+
+
+async def test_each_node_says_what_it_has(place):
+    place.nodes["one"].tiers = ["dram"] * 4 + ["nvme"] * 2
+    place.nodes["two"].tiers = ["peer"] * 6 + ["bucket"] * 2
+    found = await place.tokens()
+    assert (found["a"].dram, found["a"].nvme, found["a"].bucket) == (512, 256, 255)
+    assert (found["b"].dram, found["b"].peer, found["b"].bucket) == (0, 768, 255)
+    place.nodes["one"].tiers = []
+    assert (await place.tokens())["b"].peer == 0
+
+
+async def test_a_node_that_is_silent_is_left_alone_and_then_has_nothing(place):
+    one = place.nodes["one"]
+    one.tiers = ["dram"] * 8
+    assert (await place.tokens())["a"].dram == 1023
+    one.fault = Unavailable("gone")
+    assert (await place.tokens())["a"].dram == 1023  # once may be chance
+    await place.tokens()
+    assert one.asked == 2
+    place.now[0] += 2
+    assert (await place.tokens())["a"].dram == 0
+    one.fault = None
+    place.now[0] += 2
+    assert (await place.tokens())["a"].dram == 1023
+
+
+async def test_the_namespace_with_most_blocks_counts(place, caplog):
+    other, later = Namespace(model="other", **FIELDS), Namespace(model="m", block_tokens=64, **FIELDS)
+    place.nodes["one"].stored = ((other, 99),)
+    assert await place.found.namespace("m") is None
+    assert caplog.messages.count("no KV of model 'm' is stored yet, but of other") == 1
+    assert await place.found.namespace("m") is None
+    assert len(caplog.messages) == 1
+    place.nodes["two"].stored = ((other, 99), (OURS, 5), (later, 4))
+    assert await place.found.namespace("m") == OURS
+
+
+@pytest.mark.parametrize("model", ["org/m", "/models/m", ""])
+async def test_a_model_may_be_named_by_its_folder(model):
+    engines = Engines({"a": EngineSettings(url="http://h", node="one")}, None)
+    routing = Routing(engines, None, model=model, jitter=lambda: 0.0)
+    asked = []
+
+    async def namespace(name):
+        asked.append(name)
+        return OURS
+
+    routing.whereabouts.namespace = namespace
+    following = asyncio.create_task(routing.follow())
+    await asyncio.sleep(0.01)
+    following.cancel()
+    assert asked[:1] == {"org/m": ["org/m"], "/models/m": ["m"], "": []}[model]
+    assert routing.namespace.block_tokens == (OURS.block_tokens if model else 256)
