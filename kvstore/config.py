@@ -360,6 +360,10 @@ def static_peers(texts: Sequence[str]) -> dict[str, tuple[str, int]]:
         if not name or not equals or name in found:
             raise Invalid(f"peers.static has {text!r}; write each node once, like b=10.0.0.2:7979")
         found[name] = parse_address(address, f"peers.static {name}")
+        if not found[name][1] or not address.isascii():
+            raise Invalid(f"peers.static {name} is {address!r}, where nobody can listen; write it like 10.0.0.2:7979")
+    if len(set(found.values())) < len(found):
+        raise Invalid("peers.static has one address under two names", remedy="give each node an address of its own")
     return found
 
 

@@ -25,10 +25,11 @@ class Delivery:
         begun: Whether a thread has taken it on, and will end it.
         over: Whether it has ended. From then on nothing writes to `into`.
         late: Whether it took longer than it was given.
+        left: Called on the loop when nobody wants it any more and nothing was begun.
     """
 
     __slots__ = (
-        "_cut", "_done", "_gone", "_lock", "_loop", "begun", "block", "into", "late", "over", "tell", "want", "wanted",
+        "_cut", "_done", "_gone", "_lock", "_loop", "begun", "block", "into", "late", "left", "over", "tell", "want", "wanted",
     )  # fmt: skip
 
     def __init__(self, want: Want, block: BlockWant, into: memoryview, tell: Tell | None) -> None:
@@ -38,6 +39,7 @@ class Delivery:
         self._gone: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
         self._cut: Callable[[], None] | None = None
+        self.left: Callable[[], None] | None = None
         self.wanted, self.begun, self.over, self.late = True, False, False, False
 
     async def outcome(self, seconds: float) -> Miss | None:
@@ -85,6 +87,8 @@ class Delivery:
             begun = self.begun
         if not begun:
             self.settle(Miss.TIMEOUT)
+            if self.left is not None:
+                self.left()
         elif not self.over:
             self._loop.call_later(_GRACE_S, self._hurry)
 

@@ -99,6 +99,7 @@ end
 """)
 
 _PLACES = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then redis.call('DEL', KEYS[1]) end -- what stands under our name and is not ours
 local function find(value, life)
   for at = 1, #value - 4, 5 do
     if string.sub(value, at, at + 4) == life then return at end

@@ -97,6 +97,10 @@ def _members(lines: Sequence[bytes]) -> list[Member]:
         life, _, rest = line.decode(errors="replace").partition(" ")
         _, _, at = rest.partition(" ")
         port, _, host = at.partition(" ")
-        if life.isdecimal() and port.isdecimal() and host:
+        if host and host.isascii() and _below(life, 1 << 8 * WIDTH) and _below(port, 1 << 16):
             found.append(Member(name.decode(errors="replace"), int(life), host, int(port)))
     return found
+
+
+def _below(text: str, bound: int) -> bool:
+    return text.isdecimal() and len(text) <= 13 and 0 < int(text) < bound

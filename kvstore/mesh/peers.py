@@ -13,6 +13,7 @@ from kvstore.clock import Clock
 from kvstore.mesh.delivery import Delivery
 from kvstore.mesh.link import Link
 from kvstore.mesh.members import Directory, Member, owner
+from kvstore.mesh.seldom import Seldom
 from kvstore.mesh.supplier import PeerSettings, Supplier
 from kvstore.repo import BlockWant
 from tiering import Lease, Miss, Tell, Want
@@ -63,6 +64,7 @@ class Peers:
         self._node, self._directory, self._links, self._clock = node, directory, links, clock
         self._settings, self._placement = settings or PeerSettings(), placement
         self._suppliers: dict[Member, Supplier] = {}
+        self._seldom = Seldom(clock)
         self._asked: list[tuple[bytes, asyncio.Future[tuple[Member, ...]]]] = []  # of the directory, in this tick
         self._locating: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
@@ -188,7 +190,8 @@ class Peers:
             supplier.rest.answered()
         if miss is Miss.CORRUPT:
             self.counts["corrupt"] += 1
-            log.warning("%s sent a block that is not what it claims", supplier.member.node)
+            if self._seldom(f"corrupt {supplier.member.node}"):
+                log.warning("%s sent a block that is not what it claims", supplier.member.node)
         if (miss is Miss.ABSENT or miss is Miss.CORRUPT) and not through:
             self.counts["wrong"] += 1
             self._directory.wrong(supplier.member, [want.key])
@@ -220,7 +223,8 @@ class Peers:
         try:
             found = await self._directory.locate([key for key, _ in asked])
         except Exception as error:  # noqa: BLE001  a directory's word is a hint, and so is its silence
-            log.warning("the directory does not say who has what: %r", error)
+            if self._seldom("directory"):
+                log.warning("the directory does not say who has what: %r", error)
         finally:
             for (_, future), members in zip(asked, found, strict=False):
                 if not future.done():

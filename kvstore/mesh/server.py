@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valkey.asyncio import Connection, ConnectionPool, SSLConnection, Valkey, ValkeyCluster
-from valkey.exceptions import NoScriptError
+from valkey.exceptions import NoScriptError, ResponseError
 
 from kvstore.directory_url import PASSWORD, USER, DirectoryUrl
 from kvstore.mesh.entries import SCRIPTS, Command
@@ -38,12 +38,24 @@ class Server:
                 raise answer
         return answers
 
+    async def look(self, commands: Sequence[Command]) -> list[Any]:
+        """As `ask`, for commands that read. What is of another type than ours is None: it must not hide what stands beside it."""
+        answers = await self._pipelined(commands)
+        for answer in answers:
+            if isinstance(answer, Exception) and not _foreign(answer):
+                raise answer
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
+
     async def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         answers: list[Any] = await pipeline.execute(raise_on_error=False)
         return answers
+
+
+def _foreign(error: Exception) -> bool:
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def _client(url: DirectoryUrl, environ: Mapping[str, str]) -> Any:

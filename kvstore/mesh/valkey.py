@@ -193,7 +193,7 @@ class ValkeyDirectory:
     async def _look(self, keys: Sequence[bytes], found: list[tuple[Member, ...]]) -> None:
         async with self._readers:
             for first in range(0, len(keys), _SLICE):
-                values = await self._server.ask([self._names.look(key) for key in keys[first : first + _SLICE]])
+                values = await self._server.look([self._names.look(key) for key in keys[first : first + _SLICE]])
                 for index, value in enumerate(values, first):
                     if value is not None:
                         found[index] = self._holders(keys[index], value)
