@@ -22,11 +22,13 @@ class Server(Engine):
         folder: For its log and caches.
         model: Folder of the model, which clients call `m`.
         connector: `kv_transfer_config`.
+        arguments: More of the command line's, such as `kv_events_config="{...}"`.
     """
 
-    def __init__(self, name, folder, model, *, connector):
+    def __init__(self, name, folder, model, *, connector, **arguments):
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter shows `/reset_prefix_cache`
         super().__init__(name, folder, model, connector=connector, environment=more)
+        self._arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
 
     def __enter__(self):
         self._started, self._begun = Started(self.name), time.monotonic()
@@ -46,6 +48,7 @@ class Server(Engine):
             "max-model-len": "2048",
             "max-num-seqs": "4",
             "shutdown-timeout": "30",  # by default vLLM kills its engine as soon as it is told to stop
+            **self._arguments,
         }
         arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
         flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
