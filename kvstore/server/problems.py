@@ -38,7 +38,9 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
             raise
         allow = {key: value for key, value in error.headers.items() if key == "Allow"}
         return problem_response(_of_status(error.status, f"{request.method} {request.path}: {error.reason}"), allow)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return web.Response(status=499)  # whoever asked has left, which is no defect of ours; nobody reads this
         log.exception("%s %s failed", request.method, request.match_info.route.name or request.path)
         return problem_response(KVTierError("the request failed inside the node").problem())
 

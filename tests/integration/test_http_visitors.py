@@ -6,10 +6,12 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from fakes.node import fake_service
 
 from kvstore.server.app import HttpServer
 from kvstore.server.limits import Limits
+from kvstore.server.problems import problems
 
 LIMITS = Limits(hello=0.3, requests=2, upload=0.3, drain=5)
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -81,3 +83,16 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for():
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["kind"] == "invalid"
+
+
+async def test_who_leaves_before_the_answer_is_no_defect_of_ours(caplog):
+    async def answer(request):
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    request = make_mocked_request("GET", "/v1/blocks")
+    request.transport.is_closing.return_value = True
+    assert (await problems(request, answer)).status == 499
+    assert not caplog.records
+    request.transport.is_closing.return_value = False  # then it is another connection that was reset
+    assert (await problems(request, answer)).status == 500
+    assert caplog.records
