@@ -1,9 +1,12 @@
-"""What a request to an engine asks for, as far as routing cares: whose it is, and what its prompt is."""
+"""What a request to an engine asks for, as far as routing cares: whose it is, and what its prompt is.
+
+A body is not made into objects as a whole: 60 MiB of `{}` would be a gigabyte of them, and seconds in which nothing else is done.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -16,7 +19,6 @@ from kvstore.connectors.session_names import (
     PARENT_FIELD,
     PARENT_HEADERS,
     SESSION,
-    fields_of,
     session_of,
     with_xargs,
 )
@@ -24,6 +26,26 @@ from kvstore.errors import Invalid
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+LONGEST: Final = 1 << 21  # tokens of a prompt that is looked into; no engine takes longer ones
+MOST_LOOKED_INTO: Final = 16 << 20  # bytes of a prompt
+_SMALL: Final = 1 << 16  # bytes of a field that says whose a request is
+# Who asks for what; read where they are short.
+_READ: Final[tuple[str, ...]] = (*SESSION, *PARENT, "kv_transfer_params", "vllm_xargs", "cache_salt", "stream")
+PROMPT: Final = (  # besides `messages` or `prompt`
+    "model",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+)
+_NAMES: Final = {f"field_{at}": name for at, name in enumerate((*_READ, "messages", "prompt", *PROMPT))}
+_ABSENT: Final = msgspec.Raw()
+_BODY: Final = msgspec.json.Decoder(
+    msgspec.defstruct("_Body", [(each, msgspec.Raw, _ABSENT) for each in _NAMES], rename=_NAMES)
+)  # all else is passed over, however much it is
+_TOKENS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 ENGINE: Final = "X-KVTier-Engine"
 ROUTE: Final = "X-KVTier-Route"
 _HOPS: Final = frozenset(
@@ -50,7 +72,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: Of the API.
         body: To be sent on: what came, and the session's id where only a header said it.
-        fields: What is in it.
+        fields: Those of its body that matter here, as JSON.
         headers: To be sent on.
         session: Its session's id, or "".
         parent: The session that this one is a fork of, or "".
@@ -61,13 +83,18 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     body: bytes
-    fields: dict[str, Any]
+    fields: dict[str, msgspec.Raw]
     headers: CIMultiDict[str]
     session: str = ""
     parent: str = ""
     salt: str = ""
     stream: bool = False
-    tokens: tuple[int, ...] | None = None
+    tokens: list[int] | None = None
+
+    def field(self, name: str) -> Any:
+        """What a field says; None where it is not there, or too long to be looked into. Raises `msgspec.MsgspecError`."""
+        raw = self.fields.get(name)
+        return msgspec.json.decode(raw) if raw and size(raw) <= MOST_LOOKED_INTO else None
 
 
 def asked(path: str, body: bytes, headers: CIMultiDictProxy[str], *, header: str = "") -> Asked:
@@ -80,36 +107,39 @@ def asked(path: str, body: bytes, headers: CIMultiDictProxy[str], *, header: str
         header: A further one that may hold a session's id.
 
     Raises:
-        Invalid: The body is no JSON object; a header or the salt is no text.
+        Invalid: The body is no JSON object; a header is no text.
     """
-    fields = fields_of(body)
-    if fields is None:
-        raise Invalid("the body must be a JSON object")
+    try:
+        found = msgspec.structs.astuple(_BODY.decode(body))
+        raw = {name: each for name, each in zip(_NAMES.values(), found, strict=True) if each}
+        read = {name: msgspec.json.decode(raw[name]) for name in _READ if name in raw and size(raw[name]) <= _SMALL}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Invalid(f"the body must be a JSON object: {error}") from None
+    fields: dict[str, Any] = {**raw, **read}
     lowered = {name.lower(): value for name, value in headers.items()}
-    salt, prompt = fields.get("cache_salt"), fields.get("prompt")
-    salt = salt if isinstance(salt, str) else ""
-    if not _are_text([salt, *lowered, *lowered.values()]):
-        raise Invalid("headers and cache_salt must be UTF-8")
+    if not _are_text([*lowered, *lowered.values()]):
+        raise Invalid("headers must be UTF-8")
+    salt = fields.get("cache_salt")
     inside = [fields, fields.get("kv_transfer_params"), fields.get("vllm_xargs")]
     names = (HEADER, *OTHER_HEADERS, *([header] if header else []))
     said = {FIELD: _first(inside, SESSION), PARENT_FIELD: _first(inside, PARENT)}
-    found = {
+    ids = {
         FIELD: said[FIELD] or session_of(lowered, names),
         PARENT_FIELD: said[PARENT_FIELD] or session_of(lowered, PARENT_HEADERS),
     }
-    only_in_headers = {name: value for name, value in found.items() if value and not said[name]}
-    if only_in_headers:  # an engine shows its connector no headers
+    only_in_headers = {name: value for name, value in ids.items() if value and not said[name]}
+    if only_in_headers and fields:  # an engine shows its connector no headers
         body = with_xargs(body, fields, only_in_headers) or body
     return Asked(
         path=path,
         body=body,
-        fields=fields,
+        fields=raw,
         headers=_end_to_end(headers, _OURS),
-        session=found[FIELD],
-        parent=found[PARENT_FIELD],
-        salt=salt,
+        session=ids[FIELD],
+        parent=ids[PARENT_FIELD],
+        salt=salt if isinstance(salt, str) else "",
         stream=fields.get("stream") is True,
-        tokens=_tokens(prompt),
+        tokens=_tokens(raw.get("prompt")) if path == COMPLETIONS else None,
     )
 
 
@@ -127,16 +157,24 @@ def _end_to_end(headers: CIMultiDictProxy[str], without: frozenset[str]) -> CIMu
 def _are_text(words: Iterable[str]) -> bool:
     try:
         "".join(words).encode()
-    except UnicodeEncodeError:  # bytes that were no UTF-8, or half of a surrogate pair
+    except UnicodeEncodeError:  # bytes that were no UTF-8
         return False
     return True
+
+
+def size(raw: msgspec.Raw) -> int:
+    """Bytes of a field as it came."""
+    return memoryview(raw).nbytes
 
 
 def _first(places: list[Any], names: tuple[str, ...]) -> str:
     return next(filter(None, (session_of(place, names) for place in places)), "")
 
 
-def _tokens(prompt: object) -> tuple[int, ...] | None:
-    if not isinstance(prompt, list) or not prompt or not all(type(token) is int and 0 <= token < 1 << 32 for token in prompt):
+def _tokens(prompt: msgspec.Raw | None) -> list[int] | None:
+    if prompt is None or size(prompt) > MOST_LOOKED_INTO:
         return None
-    return tuple(prompt)
+    try:
+        return _TOKENS.decode(prompt) or None
+    except msgspec.MsgspecError:  # a text, or several prompts
+        return None

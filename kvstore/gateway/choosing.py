@@ -15,7 +15,7 @@ import msgspec
 from kvstore import codec
 from kvstore.connectors.revisions import model_name
 from kvstore.errors import Invalid
-from kvstore.gateway.asked import Asked
+from kvstore.gateway.asked import LONGEST, Asked
 from kvstore.gateway.engines import Engine, Engines
 from kvstore.gateway.whereabouts import Whereabouts
 from kvstore.gateway.words import Words
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS: Final = 256  # where no node says how it cuts prompts
 SETTLING_S: Final = 5.0  # from an answer's end until its KV is surely saved
 _LOOK_S: Final = 5.0
-_LONGEST: Final = 1 << 21  # tokens of a prompt; no engine takes longer ones, and hashing them would hold up the others
 # Until something was measured: an 8B model on a large GPU, a local disk, a 10 Gbit/s network. The order of magnitude decides.
 ASSUMED: Final = Speeds(
     token_s=1 / 10_000,
@@ -176,7 +175,7 @@ class Routing:
         """See :class:`kvstore.gateway.proxy.Chooser`."""
         ready = sorted(self._engines.ready, key=lambda engine: engine.running / engine.settings.requests)
         tokens = await self._words.tokens(request, ready[0].url) if ready else None
-        if not tokens or len(tokens) > _LONGEST:
+        if not tokens or len(tokens) > LONGEST:
             return Plan(self, ready, None, [])
         return await self.plan(tokens, request.salt, ready)
 

@@ -14,21 +14,13 @@ import aiohttp
 import msgspec
 
 from kvstore.errors import Unsupported
-from kvstore.gateway.asked import CHAT, Asked
+from kvstore.gateway.asked import CHAT, MOST_LOOKED_INTO, PROMPT, Asked
 from kvstore.gateway.reading import read
 
 log = logging.getLogger(__name__)
 _ASK_S: Final = 2.0
+_NULL: Final = msgspec.Raw(b"null")
 _MOST: Final = 64 << 20  # bytes of an engine's answer
-_FIELDS: Final = (
-    "model",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template_kwargs",
-)
 
 
 class _Tokenised(msgspec.Struct):
@@ -84,21 +76,22 @@ class OwnTokenizer:
             return None
 
     def _now(self, asked: Asked) -> list[int] | None:
-        fields = asked.fields
+        said = asked.field
+        special = said("add_special_tokens")
         if asked.path != CHAT:
-            prompt, special = fields.get("prompt"), fields.get("add_special_tokens", True)
+            prompt, special = said("prompt"), True if special is None else special
             return list(self._words(prompt, add_special_tokens=special)["input_ids"]) if isinstance(prompt, str) else None
-        given = fields.get("chat_template_kwargs") or {}
+        given, generate = said("chat_template_kwargs") or {}, said("add_generation_prompt")
         template = {name: value for name, value in given.items() if name not in self._arguments}  # a client names no template
-        template |= {name: fields[name] for name in ("documents", "continue_final_message") if fields.get(name) is not None}
+        template |= {name: value for name in ("documents", "continue_final_message") if (value := said(name)) is not None}
         text = self._words.apply_chat_template(
-            [_as_rendered(message) for message in fields["messages"]],
+            [_as_rendered(message) for message in said("messages")],
             tokenize=False,
-            tools=[_tool(each) for each in fields.get("tools") or ()] or None,
-            add_generation_prompt=fields.get("add_generation_prompt", True),
+            tools=[_tool(each) for each in said("tools") or ()] or None,
+            add_generation_prompt=True if generate is None else generate,
             **template,
         )
-        return list(self._words(text, add_special_tokens=fields.get("add_special_tokens", False))["input_ids"])
+        return list(self._words(text, add_special_tokens=bool(special))["input_ids"])
 
 
 def _as_rendered(message: dict[str, Any]) -> dict[str, Any]:
@@ -144,13 +137,14 @@ class EngineTokenizer:
         """See `Words`."""
         if asked.tokens is not None:
             return asked.tokens
-        name = "messages" if asked.path == CHAT else "prompt"
-        if not isinstance(asked.fields.get(name), list if asked.path == CHAT else str):
+        name, begins = ("messages", b"[") if asked.path == CHAT else ("prompt", b'"')
+        prompt = memoryview(asked.fields.get(name, b""))
+        if prompt.nbytes > MOST_LOOKED_INTO or prompt[:1] != begins:
             return None
-        fields = {name: asked.fields[name] for name in (name, *_FIELDS) if asked.fields.get(name) is not None}
+        fields = {each: raw for each in (name, *PROMPT) if (raw := asked.fields.get(each)) and raw != _NULL}
         asking = self._session.post(
             f"{engine}/tokenize",
-            data=json.dumps(fields).encode(),
+            data=msgspec.json.encode(fields),
             headers={"Content-Type": "application/json"},
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=_ASK_S),

@@ -95,7 +95,8 @@ async def test_what_an_engine_refuses_is_the_clients_business(fleet):
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a":' * 3000])
 async def test_a_body_that_is_no_object_is_refused(fleet, body):
     async with fleet.client.post(fleet.gateway.url + CHAT, data=body) as answer:
-        assert (answer.status, (await answer.json(content_type=None))["detail"]) == (400, "the body must be a JSON object")
+        assert answer.status == 400
+        assert (await answer.json(content_type=None))["detail"].startswith("the body must be a JSON object: ")
 
 
 async def test_a_prompt_goes_where_its_beginning_was_read(fleet):

@@ -11,9 +11,11 @@ import aiohttp
 import msgspec
 import pytest
 import zmq
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.errors import Invalid
 from kvstore.gateway.app import Gateway
+from kvstore.gateway.asked import COMPLETIONS, asked
 from kvstore.gateway.choosing import SETTLING_S, Fresh
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Bounds
@@ -118,6 +120,20 @@ async def test_a_compressed_body_goes_on_as_what_it_says(fleet):
         assert answer.status == 200
     ((_, got, headers),) = seen(fleet)
     assert (got, "Content-Encoding" in headers) == (body, False)
+
+
+def test_only_what_matters_of_a_body_becomes_objects():
+    body = b'{"messages": [{}, {}], "other": [{}, {}], "stream": true, "vllm_xargs": {"a": "' + b"x" * (1 << 17) + b'"}}'
+    found = asked(CHAT, body, CIMultiDictProxy(CIMultiDict({"X-Session-ID": "s"})))
+    assert set(found.fields) == {"messages", "stream", "vllm_xargs"}
+    assert {type(each) for each in found.fields.values()} == {msgspec.Raw}
+    assert (found.stream, found.session, found.body) == (True, "s", body)  # what is that long stays as it is
+
+
+def test_a_prompt_of_too_many_tokens_is_not_looked_into():
+    fits, too_long = ({"prompt": [1] * count} for count in (1000, (16 << 20) // 2))
+    found = [asked(COMPLETIONS, msgspec.json.encode(each), CIMultiDictProxy(CIMultiDict())) for each in (fits, too_long)]
+    assert [each.tokens and len(each.tokens) for each in found] == [1000, None]
 
 
 @pytest.mark.parametrize("fleet", [{"host": "localhost"}], indirect=True)  # a client keeps no cookies of an address anyway
