@@ -133,15 +133,24 @@ class Fleet:
 
     def __init__(self, servers, node, asks, own):
         self.servers, self.node, self.asks, self.own = servers, node, asks, own
+        self._steps = 0
 
     def tokens(self, messages):
         """As a server cuts a conversation."""
         answer = httpx.post(f"{self.servers['b'].url}/tokenize", json={"messages": messages}, timeout=30).raise_for_status()
         return answer.json()["tokens"]
 
-    def nudge(self, name):
-        """vLLM publishes with its next step what its cache did since the last."""
-        self.servers[name].ask("/v1/completions", {"prompt": [99] * 20, "max_tokens": 1})
+    def hears(self, gateway, name, ids, tokens):
+        """Waits until a gateway believes that a server's device has so much of a prompt."""
+
+        def heard():
+            # A step that fills a block: vLLM publishes with it what its cache did before, and a gateway that has just begun to
+            # listen asks then for what it missed.
+            self._steps += 1
+            self.servers[name].ask("/v1/completions", {"prompt": [1000 + self._steps] * 300, "max_tokens": 1})
+            return gateway.routes(ids)[name]["tokens"]["gpu"] == tokens
+
+        eventually(heard, f"{name} was not believed to hold {tokens} tokens")
 
 
 @pytest.fixture(scope="module")
@@ -219,11 +228,10 @@ def test_turns_go_where_their_kv_is(fleet):
     fleet.node.settled()
     for gateway in (fleet.asks, fleet.own):
         eventually(lambda gateway=gateway: "prompts are cut as namespace" in gateway.log, "no namespace was found")
-    fleet.nudge(name)  # the gateways listen anew since they know the namespace, and hear now of what they missed
     ids = fleet.tokens(first)
     whole = len(ids) // BLOCK * BLOCK
     for gateway in (fleet.asks, fleet.own):
-        eventually(lambda gateway=gateway: gateway.routes(ids)[name]["tokens"]["gpu"] == whole, "no event was heard")
+        fleet.hears(gateway, name, ids, whole)
     other = ({"a", "b"} - {name}).pop()
     eventually(lambda: fleet.asks.routes(ids)[other]["tokens"]["dram"] == whole, "the node did not say what it has")
 
@@ -238,8 +246,7 @@ def test_turns_go_where_their_kv_is(fleet):
     assert {by for by, _, _ in answers} == {"a", "b"}
 
     fleet.servers[name].forget()
-    fleet.nudge(name)
-    eventually(lambda: fleet.asks.routes(ids)[name]["tokens"]["gpu"] == 0, "the engine's cache was believed to be whole")
+    fleet.hears(fleet.asks, name, ids, 0)
     assert fleet.asks.routes(ids)[name]["tokens"]["dram"] == whole
 
 
@@ -254,7 +261,7 @@ def test_a_server_dies_and_its_conversations_go_on(fleet):
     ids = fleet.tokens(second)
     whole = len(fleet.tokens(first)) // BLOCK * BLOCK
     eventually(lambda: fleet.own.routes(ids)[other]["tokens"]["dram"] >= whole, "the node did not say what it has")
-    eventually(lambda: fleet.own.routes(ids)[name]["tokens"]["gpu"] >= whole, "no event was heard")
+    fleet.hears(fleet.own, name, fleet.tokens(first), whole)
 
     group = fleet.servers[name]._process.child.pid
     streamed = {"model": "m", "messages": first, "stream": True, "max_tokens": 400, "ignore_eos": True}
