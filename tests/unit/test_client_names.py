@@ -52,7 +52,20 @@ def test_importing_kvstore_is_light(record_property):
     ours = {".".join(name.split(".")[:2]) for name in modules if name.startswith("kvstore.")}
     assert ours == {
         f"kvstore.{name}"
-        for name in ("api", "blocks", "client", "codec", "config", "copying", "cost", "errors", "ids", "keys", "wire")
+        for name in (
+            "api",
+            "blocks",
+            "client",
+            "codec",
+            "config",
+            "copying",
+            "cost",
+            "directory_url",
+            "errors",
+            "ids",
+            "keys",
+            "wire",
+        )
     }
 
 
