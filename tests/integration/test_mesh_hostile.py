@@ -1,12 +1,17 @@
 """Peers, directories and visitors that mean harm, or are as if: a miss at most, and never somebody else's."""
 
 import asyncio
+import itertools
 import logging
+import os
+import signal
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import pytest
 from fakes.mesh import KEYS, SIZE, memory, opened, raw
+from fakes.mesh_nodes import MeshNode, free_port, load, nodes, prompt, store
 from fakes.mesh_peers import block, introduce, mesh_node, wants_of
 from fakes.node import until
 from fakes.peer import request_of, scripted
@@ -133,8 +138,12 @@ async def test_members_that_cannot_be_are_none(server):
         "text": b"5" + ends + b"7 \xff\xfe",
         "zero": b"5" + ends + b"0 x",
     }
-    async with memory(4) as tier, opened(server, "a", [tier]) as a, opened(server, "b") as b, raw(server) as client:
+    async with AsyncExitStack() as life:
+        client = await life.enter_async_context(raw(server))
         await client.hset(membership, mapping=impossible)
+        tier = await life.enter_async_context(memory(4))
+        a = await life.enter_async_context(opened(server, "a", [tier]))
+        b = await life.enter_async_context(opened(server, "b"))
         await until(lambda: a.names() == ["b"] and b.names() == ["a"])
         await until_holders(b, HELD, [("a",)] * 4)
         assert not any(task.done() for task in (*a.tasks, *b.tasks))
@@ -174,3 +183,87 @@ async def until_holders(node, keys, expected):
     async with asyncio.timeout(30):
         while await node.holders(keys) != expected:  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.02)
+
+
+async def test_two_processes_under_one_id_are_told_apart_and_both_serve(server, tmp_path):
+    """The later one is the member; the other says what is wrong, and neither fails a request."""
+    links = prompt(20)
+    with nodes(1, tmp_path, directory=server.url, nvme=False) as (first,):
+        (tmp_path / "again").mkdir()
+        second = MeshNode("a", tmp_path / "again", directory=server.url, nvme=False)
+        try:
+            second.start()
+            async with first.client() as at_first, second.client() as at_second:
+
+                async def told():
+                    return "under this node's id" in (await at_first.ready()).degraded.get("mesh", "")
+
+                await soon(told)
+                assert "mesh" not in (await at_second.ready()).degraded
+                for kv in (at_first, at_second):
+                    await store(kv, links)
+                    assert await load(kv, links) == 8
+        finally:
+            second.kill()
+
+
+async def test_a_node_that_is_abused_serves_and_stops_in_the_middle_of_it(server, tmp_path):
+    """Entries of nobody, nonsense at the peer port, a peer that is killed again and again; then SIGTERM."""
+    shared, own = prompt(21, 32), prompt(22)
+    over, (members, state) = asyncio.Event(), Names("default").membership
+    with nodes(2, tmp_path, directory=server.url) as (a, b):
+
+        async def visit():
+            for said in itertools.cycle(
+                (os.urandom(9000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v1/peer/blocks HTTP/1.1\r\n", b"")
+            ):
+                if over.is_set():
+                    return
+                reader, writer = await asyncio.open_connection("127.0.0.1", b.port)
+                writer.write(said)
+                with suppress(TimeoutError, ConnectionError):
+                    await asyncio.wait_for(reader.read(), 0.02)
+                writer.close()
+
+        async with a.client() as kv, b.client() as at_b, raw(server) as directory:
+            await store(kv, shared)
+            await store(at_b, own)
+            nobody = f"7 9999999999999 {free_port()} 127.0.0.1"
+            await directory.hset(members, "nobody", nobody)
+            await directory.hset(state, "version", "another")
+            await soon(lambda: knows(at_b, "nobody"))
+            visiting = asyncio.create_task(visit())
+            for _ in range(3):
+                reading = [asyncio.create_task(load(at_b, shared, deadline_ms=20_000)) for _ in range(4)]
+                await asyncio.sleep(0.01)
+                a.kill()
+                assert all(0 <= count <= 32 for count in await asyncio.gather(*reading))
+                assert await load(at_b, own) == 8
+                a.start()
+
+            async def nothing_leased():
+                return (await at_b.stats()).leases == 0
+
+            await soon(nothing_leased)
+            assert len(descriptors(b)) < 200
+            b.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(b.process.wait, 60) == 0
+            over.set()
+            await asyncio.gather(visiting, return_exceptions=True)
+            assert await directory.hget(members, "b") is None
+        assert (b.folder / "log").read_text().count("asked for nothing we know") == 1
+
+
+def descriptors(node):
+    return list(Path(f"/proc/{node.process.pid}/fd").iterdir())
+
+
+async def knows(kv, node):
+    """Whether that one is a member, as far as a node knows."""
+    return node in (await kv.stats()).mesh.members
+
+
+async def soon(found):
+    async with asyncio.timeout(60):
+        while not await found():  # noqa: ASYNC110  nobody tells a test
+            await asyncio.sleep(0.05)
