@@ -96,7 +96,7 @@ class Links:
         self.threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer")
         # Who waits for a bucket must not keep others from what is there; questions are short, and must not wait for blocks.
         self.waiters = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer-through")
-        self.askers = ThreadPoolExecutor(2, thread_name_prefix="kvtier-peer-ask")
+        self.askers = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer-ask")
         self._links: dict[Member, TcpLink] = {}
 
     @classmethod

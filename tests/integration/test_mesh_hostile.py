@@ -16,11 +16,13 @@ from fakes.mesh_peers import block, introduce, mesh_node, wants_of
 from fakes.node import until
 from fakes.peer import request_of, scripted
 
+from kvstore.clock import SystemClock
 from kvstore.config import static_peers
 from kvstore.errors import Invalid
 from kvstore.mesh.entries import Names, bucket_of
-from kvstore.mesh.link import LinkSettings
+from kvstore.mesh.link import Links, LinkSettings
 from kvstore.mesh.members import Member
+from kvstore.mesh.static import StaticDirectory
 from kvstore.mesh.supplier import PeerSettings
 from kvstore.mesh.testing import ValkeyServer, find_valkey
 from tiering import Miss
@@ -267,3 +269,19 @@ async def soon(found):
     async with asyncio.timeout(60):
         while not await found():  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.05)
+
+
+async def test_peers_that_cannot_be_reached_do_not_keep_one_from_saying_what_it_has():
+    """Their packets are lost: connecting takes its time, and a look-up has less."""
+    async with AsyncExitStack() as life:
+        lost = []
+        for index in range(4):
+            full = life.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            life.enter_context(socket.create_connection(full.getsockname()))  # and nobody accepts it
+            lost.append(Member(f"lost{index}", 1, *full.getsockname()))
+        a = await life.enter_async_context(mesh_node("a"))
+        links = await life.enter_async_context(Links.open())
+        wants = wants_of(3)
+        a.put(wants)
+        directory = StaticDirectory([*lost, a.member], links.holds, SystemClock())
+        assert await directory.locate([each.key for each in wants]) == [(a.member,)] * 3
