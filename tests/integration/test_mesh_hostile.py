@@ -30,6 +30,7 @@ from tiering.testing import want_of
 
 SILENT = LinkSettings(silent_s=600)
 SOON = PeerSettings(patience_s=0.1, unmeasured=1e9)
+PATIENT = PeerSettings(patience_s=30)  # no timing where it is not the subject
 HELD = [want_of(number, SIZE).key for number in range(4)]  # what `memory(4)` has
 
 
@@ -62,6 +63,7 @@ async def test_peers_that_answer_nothing_do_not_keep_others_from_answering(harm)
         await asyncio.gather(*(b.read([each]) for each in lost))
         assert b.peers.counts["timeout"] >= 5
         await until(b.links.threads._work_queue.empty)
+        b.peers._settings = PATIENT
         got, sources = await b.read(wants)
         assert (got, sources) == ([block(each) for each in wants], ["peer"] * 8)
         await until(lambda: not any(supplier._tasks for supplier in b.peers._suppliers.values()))  # no thread is theirs any more
