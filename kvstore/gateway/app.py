@@ -18,8 +18,9 @@ from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import parse_address
 from kvstore.errors import AlreadyExists, Invalid, Unavailable
 from kvstore.gateway.asked import CHAT, COMPLETIONS, passed_on
-from kvstore.gateway.choosing import Routing, checked_blocks
-from kvstore.gateway.engines import Engine, Engines
+from kvstore.gateway.choosing import Routing, checked_blocks, rounded
+from kvstore.gateway.engines import LOOK, Engine, Engines
+from kvstore.gateway.failing import told
 from kvstore.gateway.proxy import MOST_BODY, Proxy
 from kvstore.gateway.reading import read
 from kvstore.gateway.settings import GatewaySettings
@@ -147,6 +148,7 @@ class _Face:
         """Every route."""
         app = web.Application(middlewares=[problems], client_max_size=MOST_BODY)
         app.on_shutdown.append(lambda _: self._proxy.stop())
+        app.on_response_prepare.append(_unsigned)
         app.add_routes(
             [
                 web.post(CHAT, self._proxy.handle),
@@ -177,11 +179,11 @@ class _Face:
                 async with asking as answer:
                     body = await read(answer, _MODELS)
                     if body is None:
-                        raise Unavailable(f"the list of models of {engine.name} is longer than {_MODELS} bytes")
+                        raise Unavailable(f"the list of models of {engine} is longer than {_MODELS} bytes", remedy=LOOK)
                     return web.Response(body=body, status=answer.status, headers=passed_on(answer.headers))
             except (aiohttp.ClientError, TimeoutError) as error:
-                engine.down(repr(error))
-        raise Unavailable("no engine is up")
+                engine.down(told(error))
+        raise self._engines.refusal()
 
     async def route(self, request: web.Request) -> web.Response:
         """Where a prompt would go."""
@@ -196,12 +198,14 @@ class _Face:
         if (asked.token_ids is None) == (asked.prefix_ids is None):
             raise Invalid("name the prompt by exactly one of token_ids and prefix_ids")
         ready, routing = self._engines.ready, self._routing
+        if not ready:
+            raise routing.refusal()
         if asked.token_ids is not None:
             plan = await routing.plan(asked.token_ids, asked.salt, ready)
         else:
             blocks = checked_blocks(asked.prefix_ids or [])
             plan = await routing.planned(blocks, asked.tokens or len(blocks) * routing.namespace.block_tokens, ready)
-        found = [RouteChoice(engine=each.name, url=each.url, predicted=plan.priced[each.name]) for each in plan.engines]
+        found = [RouteChoice(engine=each.name, url=each.url, predicted=rounded(plan.priced[each.name])) for each in plan.engines]
         return _json(Routes(candidates=found))
 
     async def engines(self, _: web.Request) -> web.Response:
@@ -221,7 +225,7 @@ class _Face:
     async def ready(self, _: web.Request) -> web.Response:
         """And has an engine."""
         if not self._engines.ready:
-            raise Unavailable("no engine takes requests now")
+            raise self._engines.refusal()
         return web.Response(text="ok")
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -230,6 +234,11 @@ class _Face:
         registry = CollectorRegistry()
         registry.register(_Counted(self._engines, self._proxy))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+
+async def _unsigned(_: web.Request, response: web.StreamResponse) -> None:
+    """What a gateway is made of is nobody's business; an engine does not say it through one, either."""
+    response.headers.popall("Server", None)
 
 
 def _json(value: msgspec.Struct | list[EngineState]) -> web.Response:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvstore import codec
 from kvstore.connectors.revisions import model_name
-from kvstore.errors import Invalid
+from kvstore.errors import Invalid, Overloaded, Unavailable
 from kvstore.gateway.asked import LONGEST, Asked
 from kvstore.gateway.engines import Engine, Engines
 from kvstore.gateway.whereabouts import Whereabouts
@@ -56,7 +56,7 @@ class Plan:
     def reasons(self, engine: Engine) -> str:
         """What was predicted, as JSON."""
         found = self.priced.get(engine.name)
-        return "" if found is None else msgspec.json.encode(found).decode()
+        return "" if found is None else msgspec.json.encode(rounded(found)).decode()
 
     def sent(self, engine: Engine) -> Trip:
         """It goes there."""
@@ -179,6 +179,10 @@ class Routing:
             return Plan(self, ready, None, [])
         return await self.plan(tokens, request.salt, ready)
 
+    def refusal(self) -> Overloaded | Unavailable:
+        """See there."""
+        return self._engines.refusal()
+
     async def plan(self, tokens: Sequence[int], salt: str, ready: Sequence[Engine]) -> Plan:
         """As `choose`, for a prompt in tokens.
 
@@ -232,6 +236,12 @@ class Routing:
             self.router.engine_has(engine, [bytes.fromhex(each) for each in more])
         if fewer:
             self.router.engine_lost(engine, [bytes.fromhex(each) for each in fewer])
+
+
+def rounded(priced: Priced) -> Priced:
+    """With times to a tenth of a millisecond: predictions are no better than that."""
+    times = {name: round(value, 1) for name, value in msgspec.structs.asdict(priced).items() if isinstance(value, float)}
+    return msgspec.structs.replace(priced, **times)
 
 
 def checked_blocks(blocks: Sequence[str]) -> list[PrefixId]:

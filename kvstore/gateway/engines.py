@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvstore.errors import Invalid, NotFound
+from kvstore.errors import Invalid, NotFound, Overloaded, Unavailable
+from kvstore.gateway.failing import told
 
 log = logging.getLogger(__name__)
 CHECK_S: Final = 1.0
+LOOK: Final = "retry with back-off; GET /v1/engines of the gateway says which engines are up"
 _CHECK_WAIT_S: Final = 2.0
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")  # it is in paths, headers and metrics
 _DOWN_AFTER: Final = 2  # checks that fail in a row; a request that cannot connect says so at once
@@ -72,6 +74,9 @@ class Engine:
         self.running = self.sent = self.failed = 0
         self._missed = 0
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.url})"
+
     @property
     def ready(self) -> bool:
         """Whether it may be sent a request."""
@@ -87,24 +92,24 @@ class Engine:
         finally:
             self.running -= 1
 
-    def down(self, why: object) -> None:
+    def down(self, why: str) -> None:
         """It failed as a server, not as an engine."""
         self.failed += 1
         if self.up:
-            log.warning("engine %s is down: %s", self.name, why)
+            log.warning("engine %s is down: %s", self, why)
         self.up, self._missed = False, _DOWN_AFTER
 
     def checked(self, why: str) -> None:
         """What a look at its health said; "" where all is well."""
         if not why:
             if not self.up:
-                log.info("engine %s is up", self.name)
+                log.info("engine %s is up", self)
             self.up, self._missed = True, 0
             return
         self._missed += 1
         if self._missed >= _DOWN_AFTER:
             if self.up:
-                log.warning("engine %s is down: %s", self.name, why)
+                log.warning("engine %s is down: %s", self, why)
             self.up = False
 
 
@@ -134,6 +139,13 @@ class Engines:
         """Those that may be sent a request."""
         return [engine for engine in self.all.values() if engine.ready]
 
+    def refusal(self) -> Overloaded | Unavailable:
+        """Why none may be sent a request: those that could are full, or there are none."""
+        if any(engine.up and not engine.draining for engine in self.all.values()):
+            return Overloaded("every engine that is up has as many requests as it may have", remedy=LOOK)
+        states = ", ".join(f"{engine} is {'drained' if engine.up else 'down'}" for engine in self.all.values())
+        return Unavailable(f"no engine takes requests: {states}", remedy=LOOK)
+
     async def look(self) -> None:
         """One look at all of them."""
         await asyncio.gather(*map(self._look, self.all.values()))
@@ -150,4 +162,4 @@ class Engines:
             async with self._session.get(f"{engine.url}/health", allow_redirects=False, timeout=wait) as answer:
                 engine.checked("" if answer.status == 200 else f"/health answers {answer.status}")
         except (aiohttp.ClientError, TimeoutError) as error:
-            engine.checked(repr(error))
+            engine.checked(told(error))

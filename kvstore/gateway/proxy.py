@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Annotated, Final, Protocol
 
 import aiohttp
@@ -17,12 +17,14 @@ from aiohttp import web
 
 from kvstore.errors import Invalid, Overloaded, Unavailable
 from kvstore.gateway.asked import ENGINE, ROUTE, Asked, asked, passed_on
-from kvstore.gateway.engines import Engine
+from kvstore.gateway.engines import LOOK, Engine
+from kvstore.gateway.failing import has_died, told
 from kvstore.gateway.reading import read
 
 log = logging.getLogger(__name__)
 MOST_BODY: Final = 64 << 20
 _ELSEWHERE: Final = frozenset({502, 503, 504})  # an engine that says so has not begun
+_MOST_DEAD: Final = 2  # engines that may die with one request: it may be what they die of
 _PIECE: Final = 64 << 10
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -34,8 +36,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         tries: Engines that one request is sent to, one after the other, at most.
-        first_s: How long an engine may take to its first byte.
+        first_s: How long an engine may take to the first byte of a stream.
         idle_s: How long it may be silent afterwards.
+        whole_s: How long it may take to the end of an answer that does not stream.
         body_s: How long a client may take to send its request.
         client_s: How long a client may leave a piece of an answer unread.
         drain_s: How long requests under way may go on once the gateway is told to stop.
@@ -46,6 +49,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tries: _Some = 3
     first_s: _Seconds = 600.0
     idle_s: _Seconds = 120.0
+    whole_s: _Seconds = 3600.0
     body_s: _Seconds = 60.0
     client_s: _Seconds = 60.0
     drain_s: _Seconds = 30.0
@@ -86,6 +90,10 @@ class Chooser(Protocol):
         """Engines that may be sent a request now, ranked."""
         ...
 
+    def refusal(self) -> Overloaded | Unavailable:
+        """Why there are none."""
+        ...
+
 
 class Proxy:
     """The handler of completions.
@@ -121,8 +129,8 @@ class Proxy:
 
         Raises:
             Invalid: Its body is no JSON object.
-            Overloaded: The gateway, or every engine, has as many requests as it may have.
-            Unavailable: No engine is up, or those that were tried failed before their first byte.
+            Overloaded: The gateway, or every engine that is up, has as many requests as it may have.
+            Unavailable: No engine is up, those that were tried failed before their first byte, or it took longer than `whole_s`.
         """
         with self.admitted(request):
             try:
@@ -160,52 +168,48 @@ class Proxy:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         wanted = asked(request.path, await self.body(request), request.headers, header=self._header)
         choice = await self._chooser.choose(wanted)
-        why, tries = "", 0
+        why, tries, dead = "", 0, 0
         for engine in choice.engines:
-            if not engine.ready or tries == self._bounds.tries or self._stopped:  # others may have come first meanwhile
+            if tries == self._bounds.tries or dead == _MOST_DEAD or self._stopped:
+                break
+            if not engine.ready:  # others may have come first meanwhile
                 continue
             tries += 1
             try:
                 return await self._through(request, wanted, choice, engine)
             except _Elsewhere as error:
-                why = f"{engine.name}: {error}"
+                why = f"{engine}: {error}"
+                dead += error.died
                 self.counts["retried"] += 1
-                log.warning("a request is tried elsewhere: %s", why)
+                log.warning("a request failed before its first byte at %s", why)
         if self._stopped:
             self.counts["failed"] += 1
             raise Unavailable("this gateway is stopping", remedy="ask another one")
         if not tries:
-            self.counts["refused"] += 1
-            raise Overloaded("no engine takes a request now", remedy="try again, or look at GET /v1/engines")
+            refusal = self._chooser.refusal()
+            self.counts["refused" if isinstance(refusal, Overloaded) else "failed"] += 1
+            raise refusal
         self.counts["failed"] += 1
-        raise Unavailable(f"no engine answered; the last one tried was {why}")
+        raise Unavailable(f"no engine answered; the last one tried was {why}", remedy=LOOK)
 
     @property
     def _stopped(self) -> bool:
         return asyncio.get_running_loop().time() >= self._ends
 
     async def _through(self, request: web.Request, wanted: Asked, choice: Choice, engine: Engine) -> web.StreamResponse:
-        trip, begun = choice.sent(engine), time.perf_counter()
+        trip = choice.sent(engine)
         try:
             with engine.working():
-                async with self._answer(wanted, engine) as answer:
-                    first = await self._first(answer, engine)
-                    if wanted.stream and answer.status == 200:
-                        trip.first_byte(time.perf_counter() - begun)
-                    response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
-                    response.headers[ENGINE] = engine.name
-                    if reasons := choice.reasons(engine):
-                        response.headers[ROUTE] = reasons
-                    if wanted.stream:
-                        return await self._stream(request, response, answer, first, engine)
-                    body = await self._whole(answer, first, engine)
+                if wanted.stream:
+                    return await self._streamed(request, wanted, choice, engine, trip)
+                response, body = await self._collected(wanted, choice, engine)
         finally:
             trip.over()
         response.content_length = len(body)
         taken = await self._given(request, response.prepare(request))
         for start in range(0, len(body), _PIECE):
             taken = taken and await self._given(request, response.write(body[start : start + _PIECE]))
-        self.counts["left" if not taken else _outcome(answer)] += 1
+        self.counts["left" if not taken else _outcome(response)] += 1
         return response
 
     @asynccontextmanager
@@ -219,33 +223,58 @@ class Proxy:
             finally:
                 self._waits.discard(wait)
 
-    @asynccontextmanager
-    async def _answer(self, wanted: Asked, engine: Engine) -> AsyncIterator[aiohttp.ClientResponse]:
-        with self._elsewhere(engine):
-            async with self._within(self._bounds.first_s):
-                answer = await self._session.post(
-                    engine.url + wanted.path, data=wanted.body, headers=wanted.headers, allow_redirects=False
-                )
-        async with answer:
-            if answer.status in _ELSEWHERE:
-                engine.down(f"status {answer.status}")
-                raise _Elsewhere(f"status {answer.status}")
-            yield answer
+    def _asking(self, wanted: Asked, engine: Engine) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(engine.url + wanted.path, data=wanted.body, headers=wanted.headers, allow_redirects=False)
 
-    async def _first(self, answer: aiohttp.ClientResponse, engine: Engine) -> bytes:
-        """The first bytes of a body: until they are there, another engine may still be asked."""
-        with self._elsewhere(engine):
-            async with self._within(self._bounds.first_s):
-                return await answer.content.readany()
+    def _response(self, answer: aiohttp.ClientResponse, choice: Choice, engine: Engine) -> web.StreamResponse:
+        """What a client is to be told of an answer. Raises `_Elsewhere` for one that another engine may give instead."""
+        if answer.status in _ELSEWHERE:
+            engine.down(f"it answers {answer.status}")
+            raise _Elsewhere(f"it answers {answer.status}")
+        response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+        response.headers[ENGINE] = engine.name
+        if reasons := choice.reasons(engine):
+            response.headers[ROUTE] = reasons
+        return response
 
-    async def _whole(self, answer: aiohttp.ClientResponse, first: bytes, engine: Engine) -> bytes:
-        with self._elsewhere(engine):
-            async with self._within(self._bounds.first_s):
-                rest = await read(answer, self._bounds.whole - len(first))
-        if rest is None:
+    async def _streamed(
+        self, request: web.Request, wanted: Asked, choice: Choice, engine: Engine, trip: Trip
+    ) -> web.StreamResponse:
+        begun = time.perf_counter()
+        async with AsyncExitStack() as asking:
+            with self._elsewhere(engine):
+                async with self._within(self._bounds.first_s):
+                    answer = await asking.enter_async_context(self._asking(wanted, engine))
+                    response = self._response(answer, choice, engine)
+                    first = await answer.content.readany()  # until it is there, another engine may still be asked
+            if answer.status == 200:
+                trip.first_byte(time.perf_counter() - begun)
+            return await self._stream(request, response, answer, first, engine)
+
+    async def _collected(self, wanted: Asked, choice: Choice, engine: Engine) -> tuple[web.StreamResponse, bytes]:
+        """An answer that does not stream, whole: one that broke off may be asked for elsewhere, one that takes long may not."""
+        try:
+            async with self._within(self._bounds.whole_s):
+                with self._elsewhere(engine):
+                    async with self._asking(wanted, engine) as answer:
+                        response = self._response(answer, choice, engine)
+                        body = await read(answer, self._bounds.whole)
+        except TimeoutError:  # from here only: the engine's own are told apart inside
+            if self._stopped:
+                raise _Elsewhere("this gateway is stopping") from None
             self.counts["failed"] += 1
-            raise Unavailable(f"the answer of {engine.name} is longer than {self._bounds.whole} bytes")
-        return first + rest
+            raise Unavailable(
+                f"the answer of {engine} did not end in {self._bounds.whole_s:g} s",
+                kind="timeout",
+                remedy="ask for a stream or for fewer tokens, or raise bounds.whole_s of the gateway",
+            ) from None
+        if body is None:
+            self.counts["failed"] += 1
+            raise Unavailable(
+                f"the answer of {engine} is longer than {self._bounds.whole} bytes",
+                remedy="ask for a stream or for fewer tokens, or raise bounds.whole of the gateway",
+            )
+        return response, body
 
     @contextmanager
     def _elsewhere(self, engine: Engine) -> Iterator[None]:
@@ -253,8 +282,8 @@ class Proxy:
             yield
         except (aiohttp.ClientError, TimeoutError) as error:
             if not self._stopped:
-                engine.down(repr(error))
-            raise _Elsewhere(repr(error)) from None
+                engine.down(told(error))
+            raise _Elsewhere(told(error), died=has_died(error)) from None
 
     async def _stream(
         self, request: web.Request, response: web.StreamResponse, answer: aiohttp.ClientResponse, piece: bytes, engine: Engine
@@ -266,14 +295,14 @@ class Proxy:
                     piece = await answer.content.readany()
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.counts["broken"] += 1
-                log.warning("engine %s broke off in the middle of an answer: %r", engine.name, error)
+                log.warning("engine %s broke off in the middle of an answer: %s", engine, told(error))
                 # It began to speak, and what it said is the client's: an error it can read instead of an end that looks regular.
                 if answer.content_type == "text/event-stream":
                     await self._given(request, response.write(self._broken(engine)))
                 elif request.transport is not None:
                     request.transport.abort()
                 return response
-        self.counts["left" if not taken else _outcome(answer)] += 1
+        self.counts["left" if not taken else _outcome(response)] += 1
         return response
 
     async def _given(self, request: web.Request, writing: Awaitable[object]) -> bool:
@@ -282,7 +311,7 @@ class Proxy:
             async with asyncio.timeout(self._bounds.client_s):
                 await writing
         except (TimeoutError, ConnectionError) as error:
-            log.info("a client takes no more of its answer: %r", error)
+            log.info("a client takes no more of its answer: %s", told(error))
             if request.transport is not None:
                 request.transport.abort()
             return False
@@ -296,9 +325,17 @@ class Proxy:
         return b"\n\ndata: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
-def _outcome(answer: aiohttp.ClientResponse) -> str:
+def _outcome(answer: web.StreamResponse) -> str:
     return "ok" if answer.status < 400 else "error"
 
 
 class _Elsewhere(Exception):
-    """It failed, and nothing of it has reached the client."""
+    """It failed, and nothing of it has reached the client.
+
+    Attributes:
+        died: Whether the engine went away with the request.
+    """
+
+    def __init__(self, why: str, *, died: bool = False) -> None:
+        super().__init__(why)
+        self.died = died

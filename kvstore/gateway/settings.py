@@ -57,7 +57,9 @@ def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), 
         raise Invalid(f"{name} is not valid TOML: {error}") from None
     found |= {key: value for key, value in flags.items() if value not in {None, ""}}
     table = found.get("engines", {})
-    found["engines"] = (table if isinstance(table, dict) else {}) | dict(map(_engine, engines))
+    if isinstance(table, dict):
+        of_file = {key: _settings(f"{name}: engines.{key}", each) for key, each in table.items()}
+        found["engines"] = of_file | dict(map(_engine, engines))
     try:
         settings = msgspec.convert(found, GatewaySettings)
     except msgspec.ValidationError as error:
@@ -71,7 +73,7 @@ def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), 
     return settings
 
 
-def _engine(text: str) -> tuple[str, dict[str, object]]:
+def _engine(text: str) -> tuple[str, EngineSettings]:
     name, equals, rest = text.partition("=")
     url, *more = rest.split(",")
     pairs = [each.partition("=") for each in more]
@@ -81,4 +83,15 @@ def _engine(text: str) -> tuple[str, dict[str, object]]:
         "url": url,
         **{key: int(value) if re.fullmatch("[0-9]{1,9}", value) else value for key, _, value in pairs},
     }
-    return name, settings
+    return name, _settings(f"--engine {name}", settings)
+
+
+def _settings(where: str, found: object) -> EngineSettings:
+    """Of one engine: msgspec says of a table's entries no more than `[...]`."""
+    known = EngineSettings.__struct_fields__
+    if isinstance(found, dict) and (unknown := sorted(found.keys() - set(known))):
+        raise Invalid(f"{where}: unknown part {unknown[0]}; known: {', '.join(known)}")
+    try:
+        return msgspec.convert(found, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"{where}: {error}") from None

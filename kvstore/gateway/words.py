@@ -15,6 +15,7 @@ import msgspec
 
 from kvstore.errors import Unsupported
 from kvstore.gateway.asked import CHAT, MOST_LOOKED_INTO, PROMPT, Asked
+from kvstore.gateway.failing import told
 from kvstore.gateway.reading import read
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class OwnTokenizer:
             async with asyncio.timeout(_ASK_S):  # one long prompt is not to hold up those behind it
                 return await asyncio.get_running_loop().run_in_executor(self._thread, self._now, asked)
         except Exception as error:  # noqa: BLE001  templates are programs, and messages whatever a client wrote: the engine judges
-            log.info("a prompt could not be tokenised: %r", error)
+            log.info("a prompt could not be tokenised: %s", told(error))
             return None
 
     def _now(self, asked: Asked) -> list[int] | None:
@@ -154,5 +155,5 @@ class EngineTokenizer:
                 found = await read(answer, _MOST) if answer.status == 200 else None
                 return msgspec.json.decode(found, type=_Tokenised).tokens if found else None
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            log.info("%s did not tokenise a prompt: %r", engine, error)
+            log.info("%s did not tokenise a prompt: %s", engine, told(error))
             return None
