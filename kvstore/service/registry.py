@@ -78,12 +78,10 @@ class Registry:
         return found
 
     async def all(self, tenant: str, alive: Mapping[str, api.Usage]) -> api.Namespaces:
-        """Every namespace of a tenant, and what is alive of it, by namespace."""
-        if self._store is None:
-            mine = [namespace for namespace in self._known.values() if namespace.tenant == tenant]
-        else:
-            mine = await self._store.namespaces(tenant)
-        return api.Namespaces(namespaces=[_info(namespace, alive.get(namespace.id)) for namespace in mine])
+        """Every namespace of a tenant in the bucket or known here, and what is alive of it, by namespace."""
+        mine = {each.id: each for each in await self._store.namespaces(tenant)} if self._store is not None else {}
+        mine |= {each.id: each for each in self._known.values() if each.tenant == tenant}  # some are in no bucket, or not yet
+        return api.Namespaces(namespaces=[_info(each, alive.get(each.id)) for each in mine.values()])
 
 
 def _info(fields: Namespace, alive: api.Usage | None) -> api.NamespaceInfo:
