@@ -18,7 +18,7 @@ from kvstore.errors import KINDS, KVTierError, Unsupported
 COMMANDS: Final = {
     "up": ("up", "One machine, everything: an embedded S3 store unless you name one, and a node."),
     "serve": ("serve", "Run a node with the configuration of this machine."),
-    "doctor": ("doctor", "Check the store's guarantees, disk, memory, clock and credentials, and say what to do."),
+    "doctor": ("doctor", "Check the store's guarantees, disk, memory, clock, credentials and peers, and say what to do."),
     "bench": ("bench", "What memory, disk and bucket give here, and how long restoring a prompt takes from each."),
     "replay": ("replay", "Nodes, tiers and routers on a trace, simulated: hits, time to first token, balance, bytes, cost."),
     "sessions": ("sessions", "Look at sessions and change their lives: ls, create, show, restore, fork, rewind, ..."),
@@ -30,8 +30,9 @@ COMMANDS: Final = {
     "gateway": ("gateway", "An OpenAI-compatible proxy that sends requests where their first token is cheapest."),
     "route": ("route", "Where a gateway would send a prompt, and why."),
     "stats": ("stats", "Tiers, queues and requests of a node."),
-    "config": ("config", "The configuration in force, and where each value came from."),
+    "config": ("config", "show: what `kvtier serve` would use here, and where each value came from."),
 }
+_EXTRAS: Final = {"gateway": "gateway"}  # of the commands that need more than `node`
 
 
 class _Deferred(TyperCommand):
@@ -46,7 +47,9 @@ class _Deferred(TyperCommand):
         try:
             return typer.main.get_command(importlib.import_module(self._module).app)
         except ModuleNotFoundError as error:
-            raise Unsupported(f"`kvtier {self.name}` needs {error.name}", remedy="pip install 'kvtier[node]'") from error
+            extra = _EXTRAS.get(str(self.name), "node")
+            remedy = f"pip install 'kvtier[{extra}]'; in a checkout: pip install '.[{extra}]'"
+            raise Unsupported(f"`kvtier {self.name}` needs the package {error.name}", remedy=remedy) from error
 
 
 class _Commands(TyperGroup):

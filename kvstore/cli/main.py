@@ -10,5 +10,5 @@ def main() -> None:
     try:
         from kvstore.cli.commands import app  # noqa: PLC0415  typer and rich come with an extra
     except ModuleNotFoundError as error:
-        sys.exit(f"error: the command needs {error.name}\n  pip install 'kvtier[node]'")
+        sys.exit(f"error: the command needs {error.name}\n  pip install 'kvtier[node]'; in a checkout: pip install '.[node]'")
     sys.exit(app())

@@ -10,7 +10,7 @@ import typer
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.errors import Invalid, Unavailable, Unsupported
-from kvstore.gateway.app import RouteAsked, Routes
+from kvstore.gateway.routes import RouteAsked, Routes
 
 app = typer.Typer(add_completion=False)
 DEFAULT_GATEWAY: Final = "http://127.0.0.1:7900"

@@ -23,46 +23,15 @@ from kvstore.gateway.engines import LOOK, Engine, Engines
 from kvstore.gateway.failing import told
 from kvstore.gateway.proxy import MOST_BODY, Proxy
 from kvstore.gateway.reading import read
+from kvstore.gateway.routes import RouteAsked, RouteChoice, Routes
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
-from kvstore.mesh.price import Priced
 from kvstore.server.problems import problems
 from kvstore.service.supervisor import Supervisor
 
 _MODELS_S: Final = 10.0
 _MODELS: Final = 1 << 20
 _LINGER_S: Final = 5.0  # from the end of a drain until whoever is left is cut off
-
-
-class RouteAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/route`: exactly one of `token_ids` and `prefix_ids`.
-
-    Attributes:
-        token_ids: The prompt.
-        prefix_ids: Its full blocks, by name; `tokens` says how long it is.
-        tokens: See there.
-        salt: Cache salt of `token_ids`.
-    """
-
-    model: str = ""
-    token_ids: list[int] | None = None
-    prefix_ids: list[str] | None = None
-    tokens: int = 0
-    salt: str = ""
-
-
-class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, and what was predicted for it."""
-
-    engine: str
-    url: str
-    predicted: Priced
-
-
-class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: the cheapest first."""
-
-    candidates: list[RouteChoice]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,28 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert all(name in done.stdout for name in commands.COMMANDS)
 
 
+def loaded_without(package, *arguments):
+    """What a command says in a process that has not got a package."""
+    code = (
+        "import sys\n"
+        f"sys.modules[{package!r}] = None\n"  # importing it raises ModuleNotFoundError
+        f"sys.argv = ['kvtier', *{arguments!r}]\n"
+        "from kvstore.cli.main import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it():
+    done = loaded_without("zmq", "gateway", "--help")
+    assert done.returncode == 1
+    assert "`kvtier gateway` needs the package zmq" in done.stderr
+    assert "pip install '.[gateway]'" in done.stderr
+    done = loaded_without("aiohttp", "serve", "--help")
+    assert "pip install '.[node]'" in done.stderr
+    done = loaded_without("zmq", "route", "--help")
+    assert done.returncode == 0, done.stderr
+
+
 def test_version():
     result = run(commands.app, ["--version"])
     assert result.exit_code == 0

@@ -1,0 +1,38 @@
+"""What is asked and answered at `/v1/route`: values alone, so that whoever asks needs nothing of a gateway."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.mesh.price import Priced
+
+
+class RouteAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/route`: exactly one of `token_ids` and `prefix_ids`.
+
+    Attributes:
+        token_ids: The prompt.
+        prefix_ids: Its full blocks, by name; `tokens` says how long it is.
+        tokens: See there.
+        salt: Cache salt of `token_ids`.
+    """
+
+    model: str = ""
+    token_ids: list[int] | None = None
+    prefix_ids: list[str] | None = None
+    tokens: int = 0
+    salt: str = ""
+
+
+class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, and what was predicted for it."""
+
+    engine: str
+    url: str
+    predicted: Priced
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: the cheapest first."""
+
+    candidates: list[RouteChoice]
