@@ -205,6 +205,8 @@ class Routing:
 
     async def follow(self) -> None:
         """Follow the engines' events, under the namespace that the nodes name as soon as they do. Runs until cancelled."""
+        if not self._model and any(each.settings.node for each in self._engines.all.values()):
+            log.warning("no model is set, so nodes are not asked what they have: set --model")
         while True:
             async with asyncio.TaskGroup() as listening:
                 tasks = [listening.create_task(listener.run()) for listener in self._listeners()]

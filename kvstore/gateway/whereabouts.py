@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Final
@@ -11,12 +12,14 @@ from typing import Final
 from kvstore.client import Client
 from kvstore.client.opening import connect
 from kvstore.errors import KVTierError
+from kvstore.gateway.failing import told
 from kvstore.ids import Namespace, PrefixId, Shard
 from kvstore.mesh.router import Router
 
 log = logging.getLogger(__name__)
 WAIT_MS: Final = 50
 _PAUSE_S: Final = 1.0  # after a look that failed: requests are not to wait for a node that says nothing
+_NAMED_S: Final = 15.0  # a model that no node names for so long is said to be: its name may be wrong
 _AGAIN_S: Final = 5.0  # until a node that could not be reached is tried again
 
 
@@ -36,6 +39,7 @@ class Whereabouts:
         self._nodes = {url: [str(shard)] for url, shard in nodes.items()}
         self._clients: dict[str, Client] = {}
         self._others = set[str]()  # models that were seen, and are not the one
+        self._warns: float | None = None  # when it is said that none names the one
 
     async def keep(self) -> None:
         """Connect to nodes, those that come back included. Runs until cancelled."""
@@ -45,7 +49,7 @@ class Whereabouts:
                     try:
                         self._clients[url] = await connect(url)
                     except (KVTierError, OSError) as error:
-                        log.info("node %s is not reached: %s", url, error)
+                        log.info("node %s is not reached: %s", url, told(error))
             await asyncio.sleep(_AGAIN_S)
 
     async def aclose(self) -> None:
@@ -56,18 +60,35 @@ class Whereabouts:
 
     async def namespace(self, model: str) -> Namespace | None:
         """The namespace under which a model's KV is stored: the one with most blocks. None where there is none yet."""
+        answered = 0
         for client in list(self._clients.values()):
             try:
                 found = (await client.list_namespaces()).namespaces
             except (KVTierError, OSError):
                 continue
+            answered += 1
             fits = [each for each in found if each.fields.model == model and each.fields.identity == "tokens"]
             if fits:
                 return max(fits, key=lambda each: each.blocks).fields
             if new := {each.fields.model for each in found} - self._others:
                 self._others |= new
                 log.warning("no KV of model %r is stored yet, but of %s", model, ", ".join(sorted(new)))
+        self._missed(model, answered)
         return None
+
+    def _missed(self, model: str, answered: int) -> None:
+        """Nobody knows it: what a gateway does then looks like what it does otherwise, so it is said once."""
+        if self._warns is None:
+            self._warns = self._monotonic() + _NAMED_S
+        elif self._nodes and self._monotonic() >= self._warns:
+            self._warns = math.inf
+            log.warning(
+                "no node names a namespace of model %r yet (%d of %d nodes answer): until one does, requests go by events and by "
+                "what this gateway sent where",
+                model,
+                answered,
+                len(self._nodes),
+            )
 
     async def look(
         self, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Callable[[str], Collection[bytes]]
@@ -92,7 +113,7 @@ class Whereabouts:
             async with asyncio.timeout(2 * WAIT_MS / 1e3):
                 found = await client.lookup(namespace=namespace, prefix_ids=prefixes, shards=self._nodes[url], deadline_ms=WAIT_MS)
         except (KVTierError, OSError, TimeoutError) as error:
-            log.info("node %s did not say what it has: %r", url, error)
+            log.info("node %s did not say what it has: %s", url, told(error))
             if url in self._pauses:  # twice in a row: until it is back, nothing can be loaded from there
                 self._router.node_cleared(url)
             self._pauses[url] = self._monotonic() + _PAUSE_S

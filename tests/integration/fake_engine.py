@@ -10,12 +10,13 @@ from aiohttp import web
 class FakeEngine:
     """`fault` is what happens to the next requests: "503", "400", "refuse", "before", "middle", "redirect", "huge head", "flood".
 
-    `headers` go with answers, `tokens` is what `/tokenize` answers. Requests wait for `release`, streams midway for `between`.
+    `headers` go with answers, `tokens` is what `/tokenize` answers, `well` what `/health` says. Requests wait for `release`, streams
+    midway for `between`.
     """
 
     def __init__(self, name):
         self.name, self.fault, self.seen, self.url, self.release = name, "", [], "", asyncio.Event()
-        self.between, self.headers, self.tokens = asyncio.Event(), {}, None
+        self.between, self.headers, self.tokens, self.well = asyncio.Event(), {}, None, True
         self.release.set()
         self.between.set()
 
@@ -75,7 +76,7 @@ class FakeEngine:
         return web.json_response({"tokens": list(text.encode()), "count": len(text)})
 
     async def health(self, _):
-        return web.Response()
+        return web.Response(status=200 if self.well else 503)
 
     async def models(self, _):
         return web.json_response({"data": [{"id": "m"}]})

@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Fleet:
-    """Two engines, a gateway and a client."""
+    """Engines, a gateway and a client."""
 
     def __init__(self, engines, gateway, client):
         self.engines, self.gateway, self.client = engines, gateway, client
@@ -37,10 +37,10 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet(*, engine=None, gateway=None, bounds=None, host="127.0.0.1"):
-    """Two engines; the arguments are settings of each of them, of the gateway, and its bounds, and what they call this machine."""
+async def open_fleet(*, engine=None, gateway=None, bounds=None, host="127.0.0.1", names="ab"):
+    """Engines by `names`; the other arguments are settings of each, of the gateway, its bounds, and what they call this machine."""
     async with AsyncExitStack() as lifetime:
-        engines = {name: await lifetime.enter_async_context(FakeEngine(name).running()) for name in ("a", "b")}
+        engines = {name: await lifetime.enter_async_context(FakeEngine(name).running()) for name in names}
         table = {name: EngineSettings(url=one.url.replace("127.0.0.1", host), **(engine or {})) for name, one in engines.items()}
         limits = Bounds(**{"first_s": 20, "idle_s": 5, **(bounds or {})})
         opening = Gateway.open(GatewaySettings(engines=table, listen="127.0.0.1:0", bounds=limits, **(gateway or {})))

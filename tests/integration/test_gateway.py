@@ -76,12 +76,44 @@ async def test_an_answer_that_broke_off_says_so_and_is_not_repeated(fleet):
 
 async def test_no_engine_is_left(fleet):
     for engine in fleet.engines.values():
-        engine.fault = "refuse"
+        engine.fault, engine.well = "refuse", False
     status, headers, body = await fleet.ask()
     problem = json.loads(body)
     assert (status, headers["Content-Type"], problem["kind"]) == (503, "application/problem+json", "unavailable")
-    assert problem["detail"].startswith("no engine answered; the last one tried was ")
+    (last,) = [name for name in fleet.engines if f"the last one tried was {name} (" in problem["detail"]]
+    words = f"{last} ({fleet.engines[last].url}): closed the connection without an answer"
+    assert problem["detail"] == f"no engine answered; the last one tried was {words}"
+    assert "GET /v1/engines" in problem["remedy"]
     assert {len(engine.seen) for engine in fleet.engines.values()} == {1}
+    status, headers, body = await fleet.ask()
+    assert (status, headers["Retry-After"], "GET /v1/engines" in json.loads(body)["remedy"]) == (503, "1", True)
+    assert json.loads(body)["detail"].count("is down") == 2
+    for path, asked in (("/v1/route", {"token_ids": [1]}), ("/readyz", None)):
+        async with fleet.client.request("POST" if asked else "GET", fleet.gateway.url + path, json=asked) as answer:
+            assert answer.status == 503, path
+
+
+async def test_of_one_prompt_no_more_than_two_engines_die():
+    async with open_fleet(names="abcd", bounds={"tries": 4}) as fleet:
+        for engine in fleet.engines.values():
+            engine.fault = "refuse"
+        assert (await fleet.ask())[0] == 503
+        assert sum(len(engine.seen) for engine in fleet.engines.values()) == 2
+    async with open_fleet(names="abcd", bounds={"tries": 4}) as fleet:
+        for engine in fleet.engines.values():
+            engine.fault = "503"
+        assert (await fleet.ask())[0] == 503
+        assert sum(len(engine.seen) for engine in fleet.engines.values()) == 4  # these did not
+
+
+@pytest.mark.parametrize("fleet", [{"bounds": {"whole_s": 0.3, "first_s": 0.1}}], indirect=True)
+async def test_an_answer_that_takes_too_long_is_not_asked_for_again(fleet):
+    for engine in fleet.engines.values():
+        engine.release.clear()
+    status, _, body = await fleet.ask()
+    assert (status, json.loads(body)["kind"]) == (504, "timeout")
+    assert sum(len(engine.seen) for engine in fleet.engines.values()) == 1
+    assert {each["up"] for each in await fleet.states()} == {True}  # it may well be at work
 
 
 async def test_what_an_engine_refuses_is_the_clients_business(fleet):
@@ -106,6 +138,8 @@ async def test_a_prompt_goes_where_its_beginning_was_read(fleet):
     _, headers, _ = await fleet.ask(TEXT + "again")
     reasons = json.loads(headers["X-KVTier-Route"])
     assert reasons["split"] == len(TEXT) // 256 * 256 == reasons["tokens"]["dram"]
+    assert all(value == round(value, 1) for value in reasons.values() if isinstance(value, float))
+    assert reasons["compute_ms"] > 0
     fleet.engines[first].fault = "503"
     assert await fleet.by(TEXT + "more") == other
 
@@ -174,6 +208,7 @@ async def test_models_health_and_metrics(fleet):
     await fleet.ask()
     async with fleet.client.get(f"{fleet.gateway.url}/v1/models") as answer:
         assert await answer.json() == {"data": [{"id": "m"}]}
+        assert "Server" not in answer.headers
     async with fleet.client.get(f"{fleet.gateway.url}/readyz") as answer:
         assert answer.status == 200
     async with fleet.client.get(f"{fleet.gateway.url}/metrics") as answer:
@@ -217,7 +252,10 @@ def test_settings_of_a_file_and_flags():
         ("[engines.a]\nurl = 1", {}, "url"),
         ("", {"engines": ["a"]}, "--engine is 'a'"),
         ("", {"engines": ["a=http://h,node"]}, "--engine is"),
-        ("", {"engines": ["a=http://h,nodes=1"]}, "nodes"),
+        ("", {"engines": ["a=http://h,nod=1"]}, "^--engine a: unknown part nod; known: url, node, ranks, events, replay, topic, "),
+        ("", {"engines": ["a=http://h,ranks=x"]}, "^--engine a: .*ranks"),
+        ("[engines.a]\nnod = 1", {}, "engines.a: unknown part nod; known: "),
+        ("engines = 1", {}, "engines"),
         ("", {"listen": "0.0.0.0:1"}, "asks nobody who they are"),
         ("", {"listen": "here"}, "listen is 'here'"),
     ],

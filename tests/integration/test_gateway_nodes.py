@@ -104,6 +104,18 @@ async def test_the_namespace_with_most_blocks_counts(place, caplog):
     assert await place.found.namespace("m") == OURS
 
 
+async def test_a_model_that_no_node_names_is_said_once(place, caplog):
+    def said():
+        return [each for each in caplog.messages if each.startswith("no node names a namespace of model 'm' yet (2 of 2 ")]
+
+    await place.found.namespace("m")
+    assert not said()
+    place.now[0] += 60
+    await place.found.namespace("m")
+    await place.found.namespace("m")
+    assert len(said()) == 1
+
+
 @pytest.mark.parametrize("model", ["org/m", "/models/m", ""])
 async def test_a_model_may_be_named_by_its_folder(model):
     engines = Engines({"a": EngineSettings(url="http://h", node="one")}, None)
