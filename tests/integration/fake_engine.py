@@ -10,8 +10,8 @@ from aiohttp import web
 class FakeEngine:
     """`fault` is what happens to the next requests: "503", "400", "refuse", "before", "middle", "redirect", "huge head", "flood".
 
-    `headers` go with answers, `tokens` is what `/tokenize` answers, `well` what `/health` says. Requests wait for `release`, streams
-    midway for `between`.
+    `headers` go with answers, `tokens` is what `/tokenize` answers, `well` what `/health` says. Requests wait for `release`,
+    streams midway for `between`.
     """
 
     def __init__(self, name):
