@@ -9,17 +9,22 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
-from kvstore.errors import Invalid, Unavailable, Unsupported
+from kvstore.errors import Invalid, KVTierError, Problem, Unavailable, Unsupported
 from kvstore.gateway.routes import RouteAsked, Routes
+from kvstore.mesh.price import Tokens
 
 app = typer.Typer(add_completion=False)
 DEFAULT_GATEWAY: Final = "http://127.0.0.1:7900"
 _WAIT_S: Final = 10.0
+_REFUSAL: Final = 1 << 16
 
 
 @app.command()
 def route(
-    tokens: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="Token ids, as a JSON list; - is standard input.")],
+    tokens: Annotated[
+        typer.FileText,
+        typer.Argument(metavar="FILE", help='Token ids, as a JSON list or {"token_ids": [...]}; - is standard input.'),
+    ],
     url: Annotated[
         str, typer.Option("--gateway", envvar="KVTIER_GATEWAY", metavar="URL", help="Which gateway to ask.")
     ] = DEFAULT_GATEWAY,
@@ -27,21 +32,21 @@ def route(
 ) -> None:
     """Ask a gateway where it would send a prompt; nothing is sent anywhere."""
     try:
-        ids = msgspec.json.decode(tokens.read(), type=list[int])
+        said = msgspec.json.decode(tokens.read(), type=list[int] | RouteAsked)
     except msgspec.MsgspecError as error:
-        raise Invalid(f"{tokens.name} is no JSON list of token ids: {error}") from None
-    found = _ask(url, RouteAsked(token_ids=ids))
+        raise Invalid(f'{tokens.name} is neither a JSON list of token ids nor {{"token_ids": [...]}}: {error}') from None
+    found = _ask(url, RouteAsked(token_ids=said) if isinstance(said, list) else said)
     if form is Format.json:
         for each in found.candidates:
             output.print_json(each)
         return
-    columns = ["engine", "ms", "queue", "load", "compute", "gpu", "dram", "nvme", "peer", "bucket", "computed"]
+    columns = ["engine", "price", "ms", "queue", "load", "compute", "imbalance"]
     rows = []
     for each in found.candidates:
-        said = each.predicted
-        times = [f"{one:.1f}" for one in (said.ms, said.queue_ms, said.load_ms, said.compute_ms)]
-        rows.append([each.engine, *times, *msgspec.structs.astuple(said.tokens)])
-    output.print_table(columns, rows, empty="no engine takes requests now")
+        of = each.predicted
+        times = [round(one, 1) for one in (of.price, of.ms, of.queue_ms, of.load_ms, of.compute_ms, of.imbalance_ms)]
+        rows.append([each.engine, *times, *msgspec.structs.astuple(of.tokens)])
+    output.print_table([*columns, *Tokens.__struct_fields__], rows)
 
 
 def _ask(url: str, asked: RouteAsked) -> Routes:
@@ -56,8 +61,17 @@ def _ask(url: str, asked: RouteAsked) -> Routes:
         with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:  # noqa: S310  the scheme is checked
             return msgspec.json.decode(answer.read(), type=Routes)
     except urllib.error.HTTPError as error:
-        raise Invalid(f"{url} answers {error.code}: {error.read(1000).decode(errors='replace')}") from None
+        raise _refusal(url, error.code, error.read(_REFUSAL)) from None
     except OSError as error:
-        raise Unavailable(f"no gateway answers at {url}: {error}", remedy="start one: kvtier gateway --engine NAME=URL") from None
+        why = getattr(error, "reason", error)  # urllib wraps the system's own
+        why = getattr(why, "strerror", None) or why
+        raise Unavailable(f"no gateway answers at {url}: {why}", remedy="start one: kvtier gateway --engine NAME=URL") from None
     except msgspec.MsgspecError as error:
         raise Unsupported(f"{url} is no gateway of this version: {error}") from None
+
+
+def _refusal(url: str, status: int, body: bytes) -> KVTierError:
+    try:
+        return msgspec.json.decode(body, type=Problem).error()
+    except msgspec.MsgspecError:  # whatever stands before the gateway
+        return (Unavailable if status >= 500 else Invalid)(f"{url} answers {status}")
