@@ -487,5 +487,12 @@ def masked(loaded: Loaded) -> dict[str, tuple[str, str]]:
     shown: dict[str, tuple[str, str]] = {}
     for name, source in loaded.origin.items():
         section, _, field = name.partition(".")
-        shown[name] = (str(getattr(getattr(loaded.settings, section), field)), source)
+        shown[name] = (_written(getattr(getattr(loaded.settings, section), field)), source)
     return shown
+
+
+def _written(value: object) -> str:
+    """As a variable or `--set` would spell it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

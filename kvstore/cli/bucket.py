@@ -31,8 +31,8 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
         yield Finding(
             name="store",
             status="warn",
-            detail="store.url is not set: stage 1, local tiers only, no sessions",
-            remedy="set store.url, or run `kvtier up`, which brings a store of its own",
+            detail="none: local tiers and peers only",
+            remedy="sessions need one: set store.url. For the store of `kvtier up` name its folder with --data",
         )
         return
     url = StorageUrl.parse(settings.store.url)

@@ -11,7 +11,7 @@ import typer
 from kvstore import api, open_sync
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.embedded import DataOption, beside, folder_of_up
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
 from kvstore.clock import RandomIds, SystemClock
@@ -48,7 +48,7 @@ def collect(
     request = api.Collect(dry_run=dry_run, now=now, reap=reap, purge_versions=purge)
     if store or config is not None or settings or data is not None:
         loaded = read(config, settings, {"store.url": store})
-        done = asyncio.run(_directly(loaded.settings, data_folder(data), request, form))
+        done = asyncio.run(_directly(loaded.settings, folder_of_up(data, config), request, form))
     else:
         with open_sync(url) as kv:
             done = kv.collect(dry_run=dry_run, now=now, reap=reap, purge_versions=purge)
@@ -63,7 +63,7 @@ def collect(
         _print(done)
 
 
-async def _directly(settings: Settings, folder: Path, request: api.Collect, form: Format) -> api.Collected:
+async def _directly(settings: Settings, folder: Path | None, request: api.Collect, form: Format) -> api.Collected:
     """In this process; a dry run prints each thing as it is found."""
     report = output.print_json if form is Format.json else _tell
     async with (

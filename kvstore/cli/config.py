@@ -28,17 +28,17 @@ StoreOption: TypeAlias = Annotated[
     str, typer.Option("--store", metavar="URL", help="Which bucket, s3://bucket/prefix?...; the configured one by default.")
 ]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The configuration in force.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="What `kvtier serve` would use here.")
 
 
 @app.callback()
 def _config() -> None:
-    """The configuration in force."""
+    """What `kvtier serve` would use here."""
 
 
 @app.command()
 def show(config: ConfigOption = None, settings: SetOption = None, form: FormatOption = Format.table) -> None:
-    """Print every setting and where its value comes from."""
+    """Print what `kvtier serve` would use here, and where each value comes from. A running node may have been started with others."""
     loaded = read(config, settings)
     if form is Format.json:
         for name, (value, origin) in masked(loaded).items():
@@ -62,6 +62,11 @@ def _readable(loaded: Loaded, name: str, value: str) -> str:
     return value
 
 
+def in_force(named: Path | None) -> Path | None:
+    """The configuration file: the one that was named, else the first that is there; None where there is none."""
+    return named or next((place for place in map(Path, PLACES) if place.is_file()), None)
+
+
 def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | None = None) -> Loaded:
     """The configuration of this machine: file, then environment, then flags.
 
@@ -74,10 +79,9 @@ def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | N
         NotFound: A file was named and is not there.
         Invalid: What :func:`kvstore.config.load` refuses, or a file that cannot be read.
     """
-    if path is None:
-        path = next((place for place in map(Path, PLACES) if place.is_file()), None)
-    elif not path.is_file():
+    if path is not None and not path.is_file():
         raise NotFound(f"--config {path} does not exist", remedy="name a file that is there, or leave --config out")
+    path = in_force(path)
     try:
         text = path.read_text() if path else ""
     except (OSError, UnicodeDecodeError) as error:

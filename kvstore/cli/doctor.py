@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import typer
 from rich.text import Text
 
-from kvstore.cli import bucket, machine, output
+from kvstore.cli import bucket, machine, mesh, output
 from kvstore.cli.config import ConfigOption, SetOption, StoreOption, read
-from kvstore.cli.embedded import DataOption, beside, data_folder, in_folder, used_by_up
+from kvstore.cli.embedded import DataOption, beside, folder_of_up, in_folder, used_by_up
 from kvstore.cli.machine import Finding
 from kvstore.cli.output import Format, FormatOption
 from kvstore.config import Settings
@@ -30,19 +32,20 @@ def doctor(
     data: DataOption = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """Check the store's guarantees, disk, memory, clock and credentials, and say what to do.
+    """Check the store's guarantees, disk, memory, clock, credentials and peers, and say what to do.
 
-    Writes two small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
+    Where neither a store nor a configuration file is named or found, it looks at the store of your own `kvtier up`. Writes two
+    small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
     """
-    folder, loaded = data_folder(data), read(config, settings, {"store.url": store})
-    if not loaded.settings.store.url and used_by_up(folder):
+    folder, loaded = folder_of_up(data, config), read(config, settings, {"store.url": store})
+    if not loaded.settings.store.url and folder is not None and used_by_up(folder):
         loaded = read(config, settings, in_folder(loaded, folder))
     failed = asyncio.run(_examine(loaded.settings, folder, form))
     if failed:
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _examine(settings: Settings, folder: Path, form: Format) -> int:
+async def _examine(settings: Settings, folder: Path | None, form: Format) -> int:
     """Prints each finding as it comes; how many failed."""
     failed = 0
     async with beside(settings, folder) as found:
@@ -59,6 +62,8 @@ async def _all(settings: Settings) -> AsyncIterator[Finding]:
     for finding in machine.examine(settings):
         yield finding
     async for finding in bucket.examine(settings):
+        yield finding
+    async for finding in mesh.examine(settings.peers, settings.node.id or socket.gethostname(), os.environ):
         yield finding
 
 

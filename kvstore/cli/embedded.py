@@ -12,6 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import typer
 
+from kvstore.cli.config import in_force
 from kvstore.config import Loaded, Settings
 from kvstore.objects.seaweed import SeaweedFS
 
@@ -38,6 +39,14 @@ def data_folder(named: Path | None) -> Path:
         return named.absolute()
     home = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
     return Path(home) / "kvtier"
+
+
+def folder_of_up(named: Path | None, config: Path | None) -> Path | None:
+    """The data folder of `kvtier up` that a command beside it means, where no store is configured.
+
+    None where a configuration file speaks and no folder was named: it is about another node than the user's own `kvtier up`.
+    """
+    return data_folder(named) if named is not None or in_force(config) is None else None
 
 
 @asynccontextmanager
@@ -77,12 +86,12 @@ def in_folder(loaded: Loaded, folder: Path) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def beside(settings: Settings, folder: Path) -> AsyncIterator[Settings]:
+async def beside(settings: Settings, folder: Path | None) -> AsyncIterator[Settings]:
     """Settings of a command that opens the bucket itself.
 
     Where no store is configured and the folder is one of `kvtier up`, its server is meant: the running one, or one started now.
     """
-    if settings.store.url or not used_by_up(folder):
+    if settings.store.url or folder is None or not used_by_up(folder):
         yield settings
         return
     access = _running(folder)

@@ -11,7 +11,7 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, StoreOption, read
-from kvstore.cli.embedded import DataOption, data_folder
+from kvstore.cli.embedded import DataOption, folder_of_up
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.repository import repository
 from kvstore.config import Settings
@@ -38,7 +38,7 @@ def fsck(
     Safe beside live nodes. Ends with 1 where something that a session names is missing or damaged.
     """
     loaded = read(config, settings, {"store.url": store})
-    report = asyncio.run(_check(loaded.settings, data_folder(data), repair=repair, deep=deep))
+    report = asyncio.run(_check(loaded.settings, folder_of_up(data, config), repair=repair, deep=deep))
     if form is Format.json:
         output.print_json({**msgspec.structs.asdict(report), "clean": report.clean})
     else:
@@ -47,7 +47,7 @@ def fsck(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _check(settings: Settings, folder: Path, *, repair: bool, deep: bool) -> Report:
+async def _check(settings: Settings, folder: Path | None, *, repair: bool, deep: bool) -> Report:
     async with repository(settings, folder) as repo:
         with output.waiting("checking the bucket"):
             return await check(repo, deep=deep, repair=repair)

@@ -21,8 +21,8 @@ _SETTINGS: Final = RepoSettings(init=False, cached_sessions=256, cached_manifest
 
 
 @asynccontextmanager
-async def repository(settings: Settings, folder: Path) -> AsyncIterator[Repo]:
-    """The repository that these settings name, or that `kvtier up` keeps in this folder. It is never made here.
+async def repository(settings: Settings, folder: Path | None) -> AsyncIterator[Repo]:
+    """The repository that these settings name, or that `kvtier up` keeps in this folder (see `beside`). It is never made here.
 
     Raises:
         Unsupported: There is none, or it has an unknown format.

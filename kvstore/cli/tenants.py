@@ -12,7 +12,7 @@ from kvstore import open_sync
 from kvstore.api import Dropped
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, data_folder
+from kvstore.cli.embedded import DataOption, folder_of_up
 from kvstore.cli.namespaces import YesOption, print_dropped
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
@@ -51,14 +51,14 @@ def rm(
         typer.confirm(f"Drop every session of tenant {tenant!r}?", abort=True, err=True)
     if store or config is not None or settings or data is not None:
         loaded = read(config, settings, {"store.url": store})
-        dropped = asyncio.run(_directly(loaded.settings, data_folder(data), tenant))
+        dropped = asyncio.run(_directly(loaded.settings, folder_of_up(data, config), tenant))
     else:
         with open_sync(url) as kv:
             dropped = kv.delete_tenant(tenant)
     print_dropped(dropped, form)
 
 
-async def _directly(settings: Settings, folder: Path, tenant: str) -> Dropped:
+async def _directly(settings: Settings, folder: Path | None, tenant: str) -> Dropped:
     async with repository(settings, folder) as repo:
         with output.waiting("dropping sessions"):
             return await drop_tenant(repo, tenant)

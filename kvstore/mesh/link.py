@@ -84,7 +84,12 @@ class Link(Protocol):
         ...
 
     async def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these the peer has in its tiers. False for all where it does not say so in time."""
+        """Which of these the peer has in its tiers.
+
+        Raises:
+            OSError: It is out of reach, or does not say so in time (`TimeoutError`).
+            Malformed: What it says is no answer.
+        """
         ...
 
 
@@ -158,11 +163,8 @@ class TcpLink:
         for at in range(0, len(keys), frames.MOST_KEYS):
             part = keys[at : at + frames.MOST_KEYS]
             question = _Question(self, part)
-            try:
-                async with asyncio.timeout(_HOLDS_S):
-                    answers += await _run(self._links.askers, question.run, question.cut)
-            except (TimeoutError, OSError, frames.Malformed):
-                return answers + [False] * (len(keys) - len(answers))
+            async with asyncio.timeout(_HOLDS_S):
+                answers += await _run(self._links.askers, question.run, question.cut)
         return answers
 
     def close(self) -> None:

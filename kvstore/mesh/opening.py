@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Self
@@ -19,6 +20,7 @@ from kvstore.mesh.peers import Peers
 from kvstore.mesh.static import StaticDirectory
 from kvstore.mesh.supplier import PeerSettings
 
+log = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[None]]
 _NOBODY_ELSE_S: Final = 2.0  # of patience with a peer, where the only other way is computing
 
@@ -79,13 +81,16 @@ class Mesh:
                 background |= {"directory": valkey.keep, "directory news": valkey.tell}
                 reason = valkey.reason
             else:
-                others = [Member(name, 0, *address) for name, address in static_peers(settings.static).items() if name != node]
+                named = static_peers(settings.static)
+                others = [Member(name, 0, *address) for name, address in named.items() if name != node]
                 for other in others:
                     if (other.host, other.port) == (host, port):
                         raise Invalid(
                             f"peers.static says that {other.node} is at {host}:{port}, where this node is, and node.id is {node!r}",
                             remedy=f"set node.id to {other.node!r}, or correct peers.static",
                         )
+                if node not in named:
+                    log.warning("peers.static does not name this node, %s: others that have the same list never ask it", node)
                 directory = StaticDirectory(others, links.holds, clock)
             patience = PeerSettings() if bucket else PeerSettings(patience_s=_NOBODY_ELSE_S)
             opened = Peers.open(node, directory, links, clock, patience, placement=bucket and settings.placement)

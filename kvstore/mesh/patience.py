@@ -44,6 +44,16 @@ class Patience:
         self._pause = 0.0
         self._trying = False
 
+    @property
+    def silent_lately(self) -> bool:
+        """Whether it did not answer when it was last asked."""
+        return bool(self._pause)
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is left alone now."""
+        return bool(self._pause) and self._clock.monotonic() < self._until
+
     def ask(self) -> bool:
         """Whether to ask now. True obliges to say how it ended, unless one was cancelled."""
         if not self._pause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -11,10 +12,12 @@ from cachetools import TTLCache
 from kvstore.clock import Clock
 from kvstore.mesh.members import Member
 from kvstore.mesh.patience import Patience, within
+from kvstore.mesh.seldom import Seldom
 
 Holds = Callable[[Member, Sequence[bytes]], Awaitable[list[bool]]]
 """Asks a peer which of these keys it has; in the order asked."""
 
+log = logging.getLogger(__name__)
 _REMEMBERED_S: Final = 10.0
 _REMEMBERED: Final = 1 << 16  # keys; about 20 MB
 
@@ -23,7 +26,7 @@ class StaticDirectory:
     """See :class:`kvstore.mesh.members.Directory`. It belongs to one event loop.
 
     A peer that has a key is believed to have it for ten seconds; that it has not is never remembered. One that does not answer is
-    left alone for a while, longer each time.
+    left alone for a while, longer each time; meanwhile it is no member, and what was said is forgotten.
 
     Args:
         members: The others.
@@ -35,11 +38,12 @@ class StaticDirectory:
     def __init__(self, members: Sequence[Member], holds: Holds, clock: Clock, *, answer_s: float = 0.25) -> None:
         self._members, self._holds, self._answer_s = tuple(members), holds, answer_s
         self._patience = {member: Patience(clock) for member in self._members}
+        self._seldom = Seldom(clock)
         self._known: TTLCache[bytes, tuple[Member, ...]] = TTLCache(_REMEMBERED, _REMEMBERED_S, timer=clock.monotonic)
 
     def members(self) -> Sequence[Member]:
-        """The others."""
-        return self._members
+        """The others, without those that are left alone now."""
+        return tuple(member for member in self._members if not self._patience[member].resting)
 
     async def locate(self, keys: Sequence[bytes]) -> list[tuple[Member, ...]]:
         """Others that hold each key, as they say themselves; whoever has not answered in time holds nothing."""
@@ -74,7 +78,11 @@ class StaticDirectory:
             return []
         try:
             answer = await within(self._answer_s, self._asked(member, keys))
-        except Exception:  # noqa: BLE001  whatever it is, a peer that does not answer has said nothing
+        except Exception as error:  # noqa: BLE001  whatever it is, a peer that does not answer has said nothing
+            if not patience.silent_lately:
+                self._known.clear()  # what it said with the rest: the others are soon asked again
+                if self._seldom(member.node):
+                    log.warning("%s does not answer: %s", member.node, str(error)[:500] or type(error).__name__)
             patience.silent()
             return []
         patience.answered()

@@ -93,7 +93,7 @@ class ValkeyDirectory:
         self._readers = asyncio.Semaphore(settings.connections)
         self._reading, self._writing = Patience(clock), Patience(clock)
         self._writes = asyncio.Lock()  # two writes about one block must reach the server in their order
-        self._reached = self._quick = False
+        self._reached = self._quick = self._tried = False
         self._since = clock.monotonic()
         self._losses = 0
         self._own: dict[bytes, bool] = {}  # the first bytes of a key, and whether this node has it: what was said last is true
@@ -336,9 +336,9 @@ class ValkeyDirectory:
         self.stats.last_error = str(error)[:500] or type(error).__name__
 
     def _reach(self, *, reached: bool) -> None:
-        if reached == self._reached:
+        if reached == self._reached and self._tried:
             return
-        self._reached, self._since = reached, self._clock.monotonic()
+        self._reached, self._tried, self._since = reached, True, self._clock.monotonic()
         if reached:
             log.info("the directory answers")
         else:

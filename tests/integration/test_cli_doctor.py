@@ -117,7 +117,7 @@ def test_an_unsafe_store_is_named_and_refused(monkeypatch):
 def test_without_a_store_it_says_what_is_missing():
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "stage 1, local tiers only" in result.stdout
+    assert "none: local tiers and peers only" in result.stdout
     result = CliRunner().invoke(app, ["fsck"], catch_exceptions=False)
     assert result.exit_code == 1
     assert "store.url is not set" in result.stderr

@@ -121,3 +121,23 @@ def test_a_signal_ends_work_once_and_cleaning_up_is_not_disturbed():
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt), Stopping.watch():
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("ratio", "busy"), [(1.1, False), (1.4, True)])
+def test_the_table_is_in_units_that_people_read(ratio, busy, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    measured = {
+        "memory": [Line(name="lookup_512", value=2480.0, unit="us", p50_ms=2.48), Line(name="dram_lease", value=17.3, unit="us")],
+        "disk": [Line(name="nvme_get", value=0.0345, unit="GB/s", p50_ms=9.0, ratio=ratio)],
+        "coding": [Line(name="coded", value=1.25, unit="GB/s")],
+    }
+    for part, found in measured.items():
+        monkeypatch.setattr(f"kvstore.cli.bench.command.{part}.measure", lambda *_, found=found: iter(found))
+    done = CliRunner().invoke(app, ["bench", "--quick"], catch_exceptions=False)
+    shown = " ".join(done.stdout.split())
+    assert "lookup_512 2.48 ms" in shown
+    assert "dram_lease 17.3 us" in shown
+    assert "nvme_get 34.5 MB/s, 9.0 ms" in shown
+    assert "coded 1.25 GB/s" in shown
+    assert ("a tier cannot beat its medium: this machine was busy, run it again" in done.stderr) is busy

@@ -100,6 +100,10 @@ def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     assert found["nvme.size"] == (str(16 << 30), "KVTIER_NVME_SIZE")
     assert found["node.id"] == ("n1", "flag")
     assert found["dram.window"] == (str(64 << 20), "default")
+    assert found["lifecycle.sliding"] == ("true", "default")
+    assert found["peers.networks"] == ("", "default")
+    networks = run(commands.app, [*asked, "--set", "peers.networks=10.0.0.0/8,fd00::/8", "--format", "json"]).stdout
+    assert '"value":"10.0.0.0/8,fd00::/8"' in networks
     table = run(commands.app, asked).stdout
     assert "2.0 GiB" in table
     assert "tenant acme: local users 1000" in table

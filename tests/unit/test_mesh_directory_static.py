@@ -66,6 +66,24 @@ async def test_a_silent_peer_has_said_nothing_and_is_left_alone():
     assert await directory.locate([key(1)]) == [(A, B)]
 
 
+async def test_a_peer_that_is_left_alone_is_no_member_and_nothing_it_said_is_believed(caplog):
+    clock = VirtualClock()
+    peers = Peers(a={key(1)}, b={key(1)})
+    directory = StaticDirectory([A, B], peers.holds, clock, answer_s=0.01)
+    assert await directory.locate([key(1)]) == [(A, B)]
+    peers.silent = {"b"}
+    for n in range(2, 9):
+        await directory.locate([key(n)])
+        clock.advance(0.9)
+        assert await directory.locate([key(1)]) == [(A,)]
+    assert [record.getMessage() for record in caplog.records] == ["b does not answer: no answer within 10 ms"]
+    assert directory.members() == (A,)
+    clock.advance(15)
+    assert directory.members() == (A, B)  # worth asking again: if nobody were a member, nobody would be asked
+    peers.silent = set()
+    assert await directory.locate([key(1), key(9)]) == [(A, B), ()]
+
+
 async def test_a_peer_that_fails_or_answers_too_little_costs_its_own_hints_only():
     async def holds(member, keys):
         if member == A:

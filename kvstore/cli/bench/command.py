@@ -18,7 +18,7 @@ from kvstore.cli.bench.geometry import DEFAULT, Geometry, estimates, geometry
 from kvstore.cli.bench.results import MIB, Ask, Line
 from kvstore.cli.bench.stopping import Stopping
 from kvstore.cli.config import ConfigOption, SetOption, read
-from kvstore.cli.embedded import DataOption, beside, data_folder
+from kvstore.cli.embedded import DataOption, beside, data_folder, folder_of_up
 from kvstore.cli.output import Format, FormatOption
 from kvstore.config import Settings, parse_bytes
 from kvstore.errors import EXIT_FAILED, Invalid, KVTierError, Unavailable
@@ -30,6 +30,7 @@ _SECONDS, _QUICK_S = 40.0, 8.0  # and half of it for starting and stopping serve
 _QUICK_MOST_S, _CLEAN_S = 14.0, 2.0  # of all but imports; and of that for emptying the bucket and stopping its server
 _START_S: Final = 3.0  # for the S3 server to start, in any case
 _INTERRUPTED: Final = 130
+_BUSY: Final = 1.2  # of the bare medium: beyond noise
 _SHARES: Final = {"memory": 0.2, "disk": 0.35, "bucket": 0.35, "codec": 0.1}
 
 app = typer.Typer(add_completion=False)
@@ -80,7 +81,7 @@ def bench(
     shown = _Shown(Format.json if json else form)
     try:
         with Stopping.watch() as stopping:
-            for name, part in _parts(loaded, data_folder(data), folder, kind, ask, stopping, ends).items():
+            for name, part in _parts(loaded, folder_of_up(data, config), folder, kind, ask, stopping, ends).items():
                 shown.part(name, part)
             if hf_model is not None:
                 shown.part("model", lambda take: take(next(real.measure(hf_model))))
@@ -98,7 +99,7 @@ Part = Callable[[Callable[[Line], None]], None]
 
 
 def _parts(
-    settings: Settings, data: Path, folder: Path, kind: Geometry, ask: Ask, stopping: Stopping, ends: float
+    settings: Settings, data: Path | None, folder: Path, kind: Geometry, ask: Ask, stopping: Stopping, ends: float
 ) -> dict[str, Part]:
     """What to measure, in order; each hands its results over as they come.
 
@@ -165,15 +166,23 @@ class _Shown:
             return
         rows = [[line.name, _value(line), _of(line), line.error or line.note] for line in self.found.values()]
         output.print_table(["what", "value", "of the bare medium", ""], rows)
+        if any(line.ratio is not None and line.ratio > _BUSY and _of(line) for line in self.found.values()):
+            typer.echo("a tier cannot beat its medium: this machine was busy, run it again", err=True)
         typer.echo(f"restore_*: {restored}", err=True)
 
 
 def _value(line: Line) -> str:
     if line.value is None:
         return "-"
-    if line.unit == "GB/s" and line.p50_ms is not None:
-        return f"{line.value:.2f} GB/s, {line.p50_ms:.1f} ms"
-    return f"{line.value:.3g} {line.unit}" if line.unit != "hold" else ("hold" if line.value else "DO NOT HOLD")
+    if line.unit == "hold":
+        return "hold" if line.value else "DO NOT HOLD"
+    value, unit = line.value, line.unit
+    if unit == "us" and value >= 1e3:
+        value, unit = value / 1e3, "ms"
+    if unit == "GB/s":
+        speed = f"{value:.2f} GB/s" if value >= 1 else f"{value * 1e3:.3g} MB/s"
+        return speed + (f", {line.p50_ms:.1f} ms" if line.p50_ms is not None else "")
+    return f"{value:,.0f} {unit}" if value >= 1e3 else f"{value:.3g} {unit}"
 
 
 def _of(line: Line) -> str:
