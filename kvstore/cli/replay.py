@@ -17,7 +17,7 @@ from kvstore.errors import Invalid
 from kvstore.mesh.replay import NOTICED_S, TOLD_S, Answer, Replay
 from kvstore.mesh.replay_costs import MACHINES, Machine
 from kvstore.mesh.replay_nodes import POLICIES, Change, Setup
-from kvstore.mesh.replay_report import Figure, Summary, halves, pool, summary
+from kvstore.mesh.replay_report import Figure, Setting, Summary, halves, pool, summary
 from kvstore.mesh.replay_routers import BASELINE, ROUTERS
 from kvstore.mesh.replay_trace import BLOCK_TOKENS, Request, read
 
@@ -62,10 +62,12 @@ def replay(
 
     Policy, price and router are the ones that nodes run. Nothing is measured: times follow from the constants, which are printed.
     """
-    chosen = list(dict.fromkeys(router or ROUTERS))
-    _known([policy], POLICIES)
-    _known([machine], MACHINES)
-    _known(chosen, ROUTERS)
+    _known("router", router or [], ROUTERS)
+    _known("policy", [policy], POLICIES)
+    _known("machine", [machine], MACHINES)
+    chosen = sorted(
+        dict.fromkeys(router or ROUTERS), key=lambda name: name != BASELINE
+    )  # it runs first: others are compared with it
     changes = [*_changes(die or [], joins=False), *_changes(join or [], joins=True)]
     setup = Setup(
         machine=_with(MACHINES[machine], constant or []),
@@ -81,7 +83,7 @@ def replay(
     )
     _check(setup)
     requests = read(trace)
-    shown = _Shown(form, setup, requests)
+    shown = _Shown(form, setup, requests, machine)
     for name in chosen:
         with output.waiting(f"replaying: {name}"):
             shown.run(name)
@@ -91,13 +93,14 @@ def replay(
 class _Shown:
     """Runs, and what is printed of them."""
 
-    def __init__(self, form: Format, setup: Setup, requests: Sequence[Request]) -> None:
+    def __init__(self, form: Format, setup: Setup, requests: Sequence[Request], machine: str) -> None:
         self._form, self._setup, self._requests = form, setup, requests
         self._pool = pool(setup, requests)
         self._found: dict[str, Summary] = {}
         self._halves: dict[str, tuple[Summary, Summary]] = {}
         self._after: dict[str, tuple[Summary, Summary]] = {}
         if form is Format.json:
+            output.print_json(_setting(setup, len(requests), machine))
             for name, value in _constants(setup.machine).items():
                 output.print_json(Figure(f"constant.{name}", value, ""))
             output.print_json(Figure("pool.hit_rate", self._pool, ""))
@@ -178,6 +181,21 @@ def _print(title: str, found: dict[str, Summary]) -> None:
     output.print_table(columns, rows)
 
 
+def _setting(setup: Setup, requests: int, machine: str) -> Setting:
+    return Setting(
+        machine=machine,
+        about=setup.machine.about,
+        speedup=setup.speed,
+        requests=requests,
+        nodes=setup.nodes,
+        dram=setup.dram,
+        nvme=setup.nvme,
+        policy=setup.policy,
+        sharing=setup.sharing,
+        bucket=setup.bucket,
+    )
+
+
 def _print_setup(setup: Setup, requests: int) -> None:
     on = {True: "yes", False: "no"}
     fields: dict[str, object] = {
@@ -213,10 +231,10 @@ def _picture(setup: Setup, found: dict[str, Summary]) -> str:
     return draw("Routers on a trace, simulated", under, groups, whole=next(iter(found)))
 
 
-def _known(names: Iterable[str], among: Iterable[str]) -> None:
+def _known(what: str, names: Iterable[str], among: Iterable[str]) -> None:
     for name in names:
         if name not in among:
-            raise Invalid(f"there is no {name!r}", remedy=f"one of {', '.join(among)}")
+            raise Invalid(f"there is no {what} {name!r}", remedy=f"one of {', '.join(among)}")
 
 
 def _window(answers: Sequence[Answer], setup: Setup) -> list[Answer]:
@@ -227,19 +245,24 @@ def _window(answers: Sequence[Answer], setup: Setup) -> list[Answer]:
 def _changes(texts: Sequence[str], *, joins: bool) -> Iterator[Change]:
     for text in texts:
         if (match := _CHANGE.fullmatch(text)) is None:
-            raise Invalid(f"{text!r} is no change", remedy="SECONDS:NODE, as in 1200:n3")
+            raise Invalid(f"{'--join' if joins else '--die'} {text}: this is no change", remedy="write SECONDS:NODE, as in 1200:n3")
         yield Change(float(match[1]), match[2], joins)
 
 
 def _check(setup: Setup) -> None:
     """Whoever dies is there, who joins is not, and one is left."""
-    there = {f"n{number}" for number in range(setup.nodes)}
+    first = {f"n{number}" for number in range(setup.nodes)}
+    there = set(first)
     for change in setup.changes:
+        flag = f"{'--join' if change.joins else '--die'} {change.at_s:g}:{change.node}"
         if change.joins == (change.node in there):
-            raise Invalid(f"at {change.at_s:g} s {change.node} {'is there already' if change.joins else 'is not there'}")
+            if change.joins:
+                raise Invalid(f"{flag}: it is there already", remedy="give one that joins another name")
+            why = "it is gone by then" if change.node in first else f"nodes are n0 to n{setup.nodes - 1}"
+            raise Invalid(f"{flag}: {why}", remedy="let one die that is there then")
         (there.add if change.joins else there.remove)(change.node)
         if not there:
-            raise Invalid(f"at {change.at_s:g} s the last node dies")
+            raise Invalid(f"{flag}: it is the last node", remedy="leave one, or let another join before")
 
 
 def _constants(machine: Machine) -> dict[str, float]:
@@ -267,7 +290,7 @@ def _with(machine: Machine, constants: Sequence[str]) -> Machine:
         except ValueError:
             value = 0.0
         if not 0 < value < 1e18:
-            raise Invalid(f"{text!r}: a constant is a number greater than 0")
+            raise Invalid(f"{text!r}: a constant is a number greater than 0", remedy="write it like token_s=0.00005")
         first, _, last = name.partition(".")
         if last:
             built["speeds"][first][last] = value

@@ -23,6 +23,28 @@ class Figure(msgspec.Struct, frozen=True):
     ratio: float | None = None
 
 
+class Setting(msgspec.Struct, frozen=True, tag="replay", tag_field="event"):
+    """What the figures that follow are of.
+
+    Attributes:
+        machine: What a node is.
+        about: The same, for people.
+        speedup: Requests arrive so many times as fast as in the trace.
+        dram: Blocks in a node's memory; `nvme` on its disk.
+    """
+
+    machine: str
+    about: str
+    speedup: float
+    requests: int
+    nodes: int
+    dram: int
+    nvme: int
+    policy: str
+    sharing: bool
+    bucket: bool
+
+
 class Summary(msgspec.Struct, frozen=True):
     """Of some answers.
 

@@ -73,8 +73,10 @@ def read(path: Path) -> list[Request]:
                 keys = [names.setdefault(one, one.to_bytes(32, "little")) for one in line.hash_ids]
                 found.append((line.timestamp, Request(line.timestamp / 1e3, line.input_length, keys)))
     except OSError as error:
-        raise Invalid(f"cannot read {path}: {error.strerror}") from None
+        raise Invalid(
+            f"cannot read {path}: {error.strerror}", remedy="name a file of JSON lines that is there; see docs/replay.md"
+        ) from None
     if not found:
-        raise Invalid(f"{path.name}: no requests")
+        raise Invalid(f"{path.name}: no requests", remedy="name a file with a request in each line; see docs/replay.md")
     found.sort(key=lambda one: one[0])
     return [request for _, request in found]

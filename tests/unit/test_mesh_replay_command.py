@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.cli.commands import app
+from kvstore.mesh.replay_routers import ROUTERS
 
 
 @pytest.fixture
@@ -29,7 +30,11 @@ def run(*arguments):
 
 
 def test_lines_have_the_same_keys_and_every_router(trace):
-    found = [json.loads(line) for line in run(trace, "--format", "json", "--nodes", "3").stdout.splitlines()]
+    asked = [word for router in ("kvtier", "round-robin", *ROUTERS) for word in ("--router", router)]  # in any order
+    setting, *found = [
+        json.loads(line) for line in run(trace, "--format", "json", "--nodes", "3", "--speedup", "2", *asked).stdout.splitlines()
+    ]
+    assert (setting["event"], setting["nodes"], setting["speedup"], setting["machine"]) == ("replay", 3, 2.0, "8b-h100")
     assert {tuple(line) for line in found} == {("name", "value", "unit", "baseline", "ratio")}
     by = {line["name"]: line for line in found}
     for router in ("round-robin", "session-hash", "longest-prefix", "least-loaded", "kvtier"):
@@ -50,19 +55,29 @@ def test_a_table_and_a_picture(trace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "says"),
     [
-        ["--router", "magic"],
-        ["--policy", "magic"],
-        ["--machine", "magic"],
-        ["--die", "3"],
-        ["--die", "3:n9"],
-        ["--join", "3:n1"],
-        ["--nodes", "1", "--die", "3:n0"],
-        ["--constant", "magic=1"],
-        ["--constant", "token_s=fast"],
-        ["--constant", "peer.bytes_per_s=0"],
+        (["--router", "best"], "there is no router 'best'"),
+        (["--policy", "magic"], "there is no policy 'magic'"),
+        (["--machine", "magic"], "there is no machine 'magic'"),
+        (["--die", "3"], "--die 3: this is no change"),
+        (["--die", "1:n99"], "--die 1:n99: nodes are n0 to n7"),
+        (["--die", "1:n3", "--die", "2:n3"], "--die 2:n3: it is gone by then"),
+        (["--join", "3:n1"], "--join 3:n1: it is there already"),
+        (["--nodes", "1", "--die", "3:n0"], "--die 3:n0: it is the last node"),
+        (["--constant", "magic=1"], "there is no constant 'magic'"),
+        (["--constant", "token_s=fast"], "a constant is a number greater than 0"),
+        (["--constant", "peer.bytes_per_s=0"], "a constant is a number greater than 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(trace, wrong):
-    assert run(trace, *wrong).exit_code == 2
+def test_what_makes_no_sense_is_refused(trace, wrong, says):
+    done = run(trace, *wrong)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_a_trace_that_is_not_there(tmp_path):
+    done = run(str(tmp_path / "none.jsonl"))
+    assert done.exit_code == 2
+    assert "correct the field" not in done.stderr
+    assert "name a file" in done.stderr
