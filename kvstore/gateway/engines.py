@@ -123,7 +123,7 @@ class Engines:
 
     def __init__(self, settings: Mapping[str, EngineSettings], session: aiohttp.ClientSession) -> None:
         if not settings:
-            raise Invalid("a gateway needs engines: --engine a=http://127.0.0.1:8000, or [engines.a] url = ... in kvtier.toml")
+            raise Invalid("a gateway needs engines: --engine a=http://127.0.0.1:8000, or [engines.a] url = ... in gateway.toml")
         self.all = {name: Engine(name, each) for name, each in settings.items()}
         self._session = session
 
