@@ -38,7 +38,7 @@ def _config() -> None:
 
 @app.command()
 def show(config: ConfigOption = None, settings: SetOption = None, form: FormatOption = Format.table) -> None:
-    """Print what `kvtier serve` would use here, and where each value comes from. A running node may have been started with others."""
+    """Print what `kvtier serve` would use here, and where each value comes from; a running node may have others."""
     loaded = read(config, settings)
     if form is Format.json:
         for name, (value, origin) in masked(loaded).items():

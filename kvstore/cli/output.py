@@ -119,7 +119,9 @@ def when(moment: float, *, zero: str = "never") -> str:
     if not moment:
         return zero
     ahead = moment - SystemClock().now()
-    return f"in {span(ahead)}" if ahead >= 0 else f"{span(ahead)} ago"
+    if ahead < 0:
+        return f"{span(ahead)} ago"
+    return f"in {span(60 * round(ahead / 60) if ahead > 3600 else ahead)}"  # of a week a moment ago a week is left
 
 
 def short(digest: str) -> str:

@@ -125,8 +125,9 @@ def fork(
         )
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def rewind(
+    context: typer.Context,
     id: Id,  # noqa: A002  the name of the field everywhere else
     *,
     version: Annotated[int | None, typer.Option(help="Back to this version ...")] = None,
@@ -137,8 +138,8 @@ def rewind(
     form: FormatOption = Format.table,
 ) -> None:
     """Go back. It is a new version; the ones before stay restorable."""
-    if (version is None) == (tokens is None):
-        raise Invalid("rewind needs exactly one of --version and --tokens")
+    if context.args or (version is None) == (tokens is None):
+        raise Invalid("rewind needs exactly one of --version and --tokens", remedy="write it like --version 3, or --tokens 4096")
     with open_sync(url) as kv:
         print_session(kv.rewind(id, version=version, tokens=tokens, namespace=whole(kv, namespace), lane=lane), form)
 
