@@ -23,23 +23,18 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
     output.print_fields(
         {
             "node": f"{found.node} (kvtier {found.version}), up {output.span(found.uptime_s)}",
-            "store": found.store or "none (stage 1: local tiers only)",
+            "store": found.store or "none: local tiers and peers only",
             "leases": found.leases,
             "queued": output.size(found.queued_bytes),
             "restores": found.restores,
             "commits": _counts(found.commits),
-            "store requests": _counts(found.store_requests),
-            "breaker": f"{found.bucket.breaker}, opened {found.bucket.opened:,}, refused {found.bucket.refused:,}",
-            "hedged reads": f"{found.bucket.hedges_sent:,}, {found.bucket.hedges_won:,} won",
-            "under way at most": f"{output.size(found.bucket.window_bytes)}, shrunk {_counts(found.bucket.window_shrunk)}",
-            "codec": f"{found.bucket.codec} ({found.bucket.codec_why})",
+            **(_bucket(found) if found.store else {}),
             "damaged reads": f"{sum(found.bucket.corrupt_reads.values()):,}",
             "reads": _counts(found.reads),
             "missed tokens": _counts(found.tokens_missed),
             **_mesh(found.mesh),
             **({"restarted tasks": _counts(found.restarts)} if found.restarts else {}),
-            "live in the bucket": _live(found.collector),
-            "collections": _collections(found.collector),
+            **({"live in the bucket": _live(found.collector), "collections": _collections(found.collector)} if found.store else {}),
             **{f"degraded: {part}": why for part, why in health.degraded.items()},
         }
     )
@@ -68,6 +63,16 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
     )
 
 
+def _bucket(found: api.Stats) -> dict[str, str]:
+    return {
+        "store requests": _counts(found.store_requests),
+        "breaker": f"{found.bucket.breaker}, opened {found.bucket.opened:,}, refused {found.bucket.refused:,}",
+        "hedged reads": f"{found.bucket.hedges_sent:,}, {found.bucket.hedges_won:,} won",
+        "under way at most": f"{output.size(found.bucket.window_bytes)}, shrunk {_counts(found.bucket.window_shrunk)}",
+        "codec": f"{found.bucket.codec} ({found.bucket.codec_why})",
+    }
+
+
 def _live(collector: api.CollectorStats) -> str:
     """As of the last collection, by whichever node."""
     if not collector.usage:
@@ -91,7 +96,10 @@ def _mesh(found: api.MeshStats | None) -> dict[str, str]:
     if found is None:
         return {}
     there = ", ".join(found.members) or "nobody"
-    return {"other nodes": there + (f" ({found.directory})" if found.directory else ""), "asked of them": _counts(found.fetches)}
+    return {
+        "other nodes": there + (f" ({found.directory})" if found.directory else ""),
+        "blocks asked of them": _counts(found.fetches),
+    }
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -30,6 +30,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     restore_id: str = ""
     miss: str = ""
 
+    def __repr__(self) -> str:  # token ids would be pages of it
+        return f"{type(self).__name__}(tokens.size={self.tokens.size}, version={self.version}, miss={self.miss!r})"
+
 
 class Restored(Row, frozen=True, kw_only=True, eq=False):
     """What was delivered of one sequence.

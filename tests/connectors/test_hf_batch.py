@@ -1,10 +1,12 @@
 """Several sessions in one `generate`: every row is stored and restored under its own, and says what it would say alone."""
 
+import numpy as np
 import pytest
 from fake_client import FakeClient
 
 import kvstore
 from kvstore.connectors.hf import SessionCache
+from kvstore.connectors.hf_restored import Row
 from kvstore.errors import Conflict, Invalid, Unavailable, Unsupported
 
 B, W, PAD, EOS = 16, 24, 0, 96
@@ -218,3 +220,8 @@ def test_on_a_real_node(torch, make_window_model, batch, words, greedy):
         past = SessionCache(model, kv, block_tokens=B).restore_batch(["a", "b"], ids, mask)
         assert [row.tokens.size for row in past.rows] == [58, 17]
         assert said(greedy(model, ids, past, attention_mask=mask), ids) == alone(torch, greedy, model, rows)
+
+
+def test_a_row_says_how_many_tokens_it_has_and_not_which():
+    row = Row(tokens=np.arange(5000, dtype=np.uint32), version=3)
+    assert repr(row) == "Row(tokens.size=5000, version=3, miss='')"

@@ -1,7 +1,10 @@
 """Commands about sessions, against a node inside this process: what they print, and how they end."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -122,6 +125,7 @@ def test_restore_tells_what_is_where(kvtier, chat):
         (["sessions", "create", "x", "--namespace", "0" * 64, "--label", "team"], 2, "team=search"),
         (["sessions", "touch", "chat", "--ttl", "soon"], 2, "30s, 12h or 7d"),
         (["sessions", "rewind", "chat"], 2, "exactly one of --version and --tokens"),
+        (["sessions", "rewind", "chat", "3"], 2, "exactly one of --version and --tokens"),
         (["sessions", "restore", "chat", "--tier", "tape"], 2, "dram, nvme or bucket"),
         (["sessions", "restore", "chat", "--version", "9"], 3, "9"),
         (["sessions", "show", "../x"], 2, "path part"),
@@ -161,3 +165,21 @@ def test_a_node_that_is_not_there_is_unavailable():
     result = CliRunner().invoke(app, ["sessions", "ls", "--url", "kvtier://127.0.0.1:9"], catch_exceptions=False)
     assert result.exit_code == 4
     assert "kvtier up" in result.stderr
+
+
+def test_a_session_made_now_lives_as_long_as_was_asked(kvtier, chat):
+    said = dict(line.split(maxsplit=1) for line in kvtier("sessions", "touch", chat, "--ttl", "7d").stdout.splitlines())
+    assert said["expires"].strip() == "in 7 d"
+    said = dict(line.split(maxsplit=1) for line in kvtier("sessions", "fork", chat, "copy", "--ttl", "36h").stdout.splitlines())
+    assert said["expires"].strip() == "in 1 d 12 h"
+
+
+@pytest.mark.parametrize(("store", "shown"), [("s3://bucket/x", True), ("", False)])
+def test_stats_of_a_node_without_a_bucket_are_silent_about_it(url, kvtier, store, shown, monkeypatch):
+    with kvstore.open_sync(url) as kv:
+        found, health = msgspec.structs.replace(kv.stats(), store=store), kv.ready()
+    node = SimpleNamespace(stats=lambda: found, ready=lambda: health)
+    monkeypatch.setattr("kvstore.cli.stats.open_sync", lambda _: nullcontext(node))
+    said = {line.split("  ")[0] for line in kvtier("stats").stdout.splitlines()}
+    assert {"node", "reads", "damaged reads"} <= said
+    assert all((line in said) is shown for line in ("breaker", "store requests", "codec", "collections", "live in the bucket"))
