@@ -164,7 +164,7 @@ class Routing:
         )
         self._token_bytes = 1
         for engine in engines.all.values():
-            self.router.join(Candidate(engine.name, engine.settings.node or engine.name), ASSUMED)
+            self.router.join(Candidate(engine.name, engine.settings.node or engine.name, shares=False), ASSUMED)
 
     @property
     def namespace(self) -> Namespace:

@@ -47,10 +47,19 @@ class Whereabouts:
             for url in self._nodes:
                 if url not in self._clients:
                     try:
-                        self._clients[url] = await connect(url)
+                        await self._reach(url)
                     except (KVTierError, OSError) as error:
                         log.info("node %s is not reached: %s", url, told(error))
             await asyncio.sleep(_AGAIN_S)
+
+    async def _reach(self, url: str) -> None:
+        client = await connect(url)
+        try:
+            self._router.node_shares(url, shares=(await client.stats()).mesh is not None)
+        except BaseException:
+            await client.aclose()
+            raise
+        self._clients[url] = client
 
     async def aclose(self) -> None:
         """Let go of the nodes."""

@@ -228,6 +228,13 @@ class Router:
             engine.places = (self._anew(engine.places[0]), *engine.places[1:])
             self._table = None
 
+    def node_shares(self, node: str, *, shares: bool) -> None:
+        """Whether a node loads from peers, and they from it."""
+        for engine in self._engines.values():
+            if engine.candidate.node == node and engine.candidate.shares != shares:
+                engine.candidate = msgspec.structs.replace(engine.candidate, shares=shares)
+                self._table = None
+
     def node_has(self, node: str, keys: Sequence[bytes], *, disk: bool = False) -> None:
         """A node has these now, in memory or on its disk."""
         if (places := self._nodes.get(node)) is not None:

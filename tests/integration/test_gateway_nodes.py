@@ -27,6 +27,10 @@ class FakeNode:
 
     def __init__(self, *stored):
         self.stored, self.tiers, self.fault, self.asked = stored, [], None, 0
+        self.mesh = api.MeshStats()
+
+    async def stats(self):
+        return SimpleNamespace(mesh=self.mesh)
 
     async def list_namespaces(self):
         found = [api.NamespaceInfo(namespace=each.id, fields=each, blocks=blocks) for each, blocks in self.stored]
@@ -43,9 +47,10 @@ class FakeNode:
 
 
 @pytest.fixture
-async def place(monkeypatch):
+async def place(monkeypatch, request):
     """A router, two nodes and what tells the one of the others."""
     nodes, now = {"one": FakeNode(), "two": FakeNode()}, [0.0]
+    nodes["two"].mesh = getattr(request, "param", nodes["two"].mesh)
 
     async def connect(url):
         return nodes[url]
@@ -66,6 +71,13 @@ async def place(monkeypatch):
     yield SimpleNamespace(nodes=nodes, now=now, found=found, tokens=tokens)
     keeping.cancel()
     await found.aclose()
+
+
+@pytest.mark.parametrize("place", [None], indirect=True)
+async def test_a_node_outside_of_the_mesh_loads_nothing_from_others_nor_they_from_it(place):
+    place.nodes["one"].tiers, place.nodes["two"].tiers = ["dram"] * 4, ["dram"] * 2
+    found = await place.tokens()
+    assert (found["a"].dram, found["b"].dram, found["b"].peer) == (512, 256, 0)
 
 
 async def test_each_node_says_what_it_has(place):
