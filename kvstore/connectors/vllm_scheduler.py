@@ -370,7 +370,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """The engine shuts down, and its workers have: what was saved of requests that are over is committed."""
-        commits, ends = [], time.monotonic() + CLOSE_S
+        ends = time.monotonic() + CLOSE_S
         for tracked in list(self._tracked.values()):
             if not tracked.over or tracked.turn is None or time.monotonic() >= ends:  # a node that says nothing, of many
                 self._forget(tracked.request.request_id)
@@ -379,8 +379,10 @@ class SchedulerHalf:
             while (found := look.poll()) is None:
                 pass  # it ends by itself
             tracked.stored = found.run
-            commits.append(self._end(tracked))
-        wait([commit for commit in commits if commit is not None], max(0.0, ends - time.monotonic()))
+            self._end(tracked)
+        last = self._bridge.call("close", lambda _: None)  # behind every commit, those of requests that ended before included
+        if last is not None:
+            wait([last], max(0.0, ends - time.monotonic()))
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)

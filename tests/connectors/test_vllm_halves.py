@@ -475,6 +475,17 @@ def test_what_is_over_when_the_engine_ends_is_committed(torch, bridge):
     assert version(bridge, engine.model, "s").version == 1
 
 
+def test_a_commit_that_is_under_way_when_the_engine_ends_is_waited_for(torch, bridge):
+    engine, begun, go_on = Engine(torch, bridge), threading.Event(), threading.Event()
+    bridge.call("slow", lambda _: (begun.set(), go_on.wait(30)))  # calls are made in order: the commit is behind it
+    engine.run(Request("a", prompt(20), session="s"))
+    assert begun.wait(30)
+    assert engine.scheduler._tracked == {}  # that request was over, and its commit has not begun
+    threading.Timer(0.2, go_on.set).start()
+    engine.close()
+    assert version(bridge, engine.model, "s").version == 1
+
+
 def test_a_node_that_says_nothing_is_not_asked_about_each_of_many_requests_at_the_end(torch, bridge, monkeypatch):
     engine, request = Engine(torch, bridge), Request("a", prompt(20), session="s")
     engine.admit(request)
