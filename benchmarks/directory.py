@@ -199,7 +199,7 @@ async def announcements(directory: ValkeyDirectory, client: Any) -> None:
             await CLOCK.sleep(0.001)
         ours.append(len(keys) / (time.perf_counter() - begun))
         directory.dropped(keys)
-        while directory._own:  # noqa: SLF001  as above
+        while directory._own:  # noqa: SLF001  without the pauses of `tell`, as when they were added
             await directory.flush()
             await CLOCK.sleep(0.001)
         bare.append(bare_writes(client, keys))

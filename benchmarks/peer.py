@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.supplier import PeerSettings
-from kvstore.repo import want
+from kvstore.repo import BlockWant, want
 from kvstore.server import loop
 from kvstore.server.peering import Peering
 from kvstore.service.plane import Plane, TenantTiers
@@ -139,9 +139,10 @@ def _publish(node: _Node, each: Want, index: int) -> tuple[int, int]:
     slot = node.dram.reserve(each)
     assert not isinstance(slot, Miss)
     ref = each.ref
-    plan = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens)  # type: ignore[attr-defined]
+    assert isinstance(ref, BlockWant)
+    plan = codec.layout(ref.namespace, ref.name.shard, ref.name.tokens)
     slot.view[plan.header_bytes :] = _payload(plan.payload_bytes, index % 4)
-    codec.seal(slot.view, ref.name, ref.namespace)  # type: ignore[attr-defined]
+    codec.seal(slot.view, ref.name, ref.namespace)
     offset = slot.offset
     slot.commit().release()
     return offset, each.size
@@ -181,7 +182,7 @@ class Client:
     def __init__(self, node: _Node, host: str, where: Mapping[str, object]) -> None:
         self._node, self._raw = node, (host, int(str(where["raw"])))
         places = msgspec.convert(where["places"], dict[int, list[tuple[int, int]]], strict=False)
-        self._places = places
+        self.places = places
         self._wants = {mib: wants(mib) for mib in places}
 
     async def ours(self, mib: int, streams: int) -> None:
@@ -199,7 +200,7 @@ class Client:
 
     async def raw(self, mib: int, streams: int, *, copies: bool) -> None:
         """As many connections, each of a part of the blocks, all asked for at once, into this node's memory."""
-        places = self._places[mib]
+        places = self.places[mib]
         with ThreadPoolExecutor(streams) as threads:
             works = [asyncio.wrap_future(threads.submit(self._fetch, places[part::streams], copies)) for part in range(streams)]
             await asyncio.gather(*works)
@@ -263,12 +264,12 @@ async def fast(sizes: Sequence[int], streams: Sequence[int], rounds: int, kit: P
 async def _measure(
     client: Client, mib: int, streams: Sequence[int], rounds: int, order: random.Random, mooncake: Worker | None
 ) -> None:
-    nbytes = sum(size for _, size in client._places[mib])  # noqa: SLF001  of the same file
+    nbytes = sum(size for _, size in client.places[mib])
     cases: dict[str, Callable[[], Awaitable[None]]] = {}
     for count in streams:
-        cases[f"peer_{count}"] = lambda count=count: client.ours(mib, count)  # type: ignore[misc]
-        cases[f"sendfile_{count}"] = lambda count=count: client.raw(mib, count, copies=False)  # type: ignore[misc]
-        cases[f"send_{count}"] = lambda count=count: client.raw(mib, count, copies=True)  # type: ignore[misc]
+        cases[f"peer_{count}"] = partial(client.ours, mib, count)
+        cases[f"sendfile_{count}"] = partial(client.raw, mib, count, copies=False)
+        cases[f"send_{count}"] = partial(client.raw, mib, count, copies=True)
     others = [case for case in (mooncake.cases if mooncake else []) if case.endswith("get_into")]
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in [*cases, *others]}
     lone: list[float] = []

@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_takes_its_request_along(fleet):
         while not any(engine.seen for engine in fleet.engines.values()):  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.01)
         task.cancel()
-        while any(each["running"] for each in await fleet.states()):  # noqa: ASYNC110
+        while any(each["running"] for each in await fleet.states()):  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.01)
 
 
