@@ -1,0 +1,137 @@
+"""The sources of settings, merged: `kvtier.toml` is overridden by `KVTIER_<SECTION>_<FIELD>` variables, those by flags.
+
+This module parses; reading files and the environment is done by the caller, who passes their content in.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from kvstore.config.addresses import parse_address, static_peers
+from kvstore.config.quantities import convert
+from kvstore.config.sections import SECTIONS, PeersSettings, Settings, Tenant
+from kvstore.config.storage_url import StorageUrl
+from kvstore.directory_url import DirectoryUrl
+from kvstore.errors import Invalid
+from kvstore.keys import check_id
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings, and for every `section.field` where its value came from: `default`, a file's name, a variable's name or `flag`."""
+
+    settings: Settings
+    origin: dict[str, str]
+
+
+def load(
+    *, toml: str = "", toml_name: str = "kvtier.toml", env: Mapping[str, str] | None = None, flags: Mapping[str, str] | None = None
+) -> Loaded:
+    """Merge the sources, later ones winning.
+
+    Args:
+        toml: Text of the file.
+        toml_name: How to call it in errors and provenance.
+        env: The process environment; other variables are ignored, an unknown `KVTIER_<SECTION>_...` is refused.
+        flags: `section.field` to text.
+
+    Raises:
+        Invalid: An unknown section or field (the message names the known ones), or a value that does not fit.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    origin = {f"{name}.{field}": "default" for name, kind in SECTIONS.items() for field in kind.__struct_fields__}
+
+    def put(section: str, field: str, value: object, source: str) -> None:
+        kind = SECTIONS.get(section)
+        if kind is None:
+            raise Invalid(f"{source}: unknown section [{section}]; known: {', '.join(SECTIONS)}")
+        if field not in kind.__struct_fields__:
+            raise Invalid(f"{source}: unknown setting {section}.{field}; known: {', '.join(kind.__struct_fields__)}")
+        values[section][field] = convert(get_type_hints(kind)[field], value, f"{section}.{field} ({source})")
+        origin[f"{section}.{field}"] = source
+
+    tenants = _from_toml(toml, toml_name, put)
+    for variable, text in (env or {}).items():
+        section, _, field = variable.removeprefix("KVTIER_").lower().partition("_")
+        if variable.startswith("KVTIER_") and section in SECTIONS:
+            put(section, field, text, variable)
+    for name, text in (flags or {}).items():
+        section, _, field = name.partition(".")
+        put(section, field, text, "flag")
+    settings = msgspec.convert(
+        {**{name: kind(**values[name]) for name, kind in SECTIONS.items()}, "tenants": tenants}, Settings, from_attributes=True
+    )
+    _check(settings)
+    return Loaded(settings, origin)
+
+
+def _from_toml(text: str, name: str, put: Any) -> dict[str, Tenant]:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise Invalid(f"{name} is not valid TOML: {error}") from None
+    tenants = document.pop("tenants", {})
+    for section, fields in document.items():
+        if not isinstance(fields, dict):
+            raise Invalid(f"{name}: {section} stands outside a section; known sections: {', '.join(SECTIONS)}")
+        for field, value in fields.items():
+            put(section, field, value, name)
+    try:
+        parsed = msgspec.convert(tenants, dict[str, Tenant])
+    except msgspec.ValidationError as error:
+        raise Invalid(f"{name}: [tenants] {error}") from None
+    return {check_id(tenant, "tenant"): table for tenant, table in parsed.items()}
+
+
+def _check(settings: Settings) -> None:
+    if settings.store.url:
+        StorageUrl.parse(settings.store.url)
+    if settings.dram.size < 1 << 20:
+        raise Invalid("dram.size must be at least 1MiB")
+    if settings.nvme.path and settings.nvme.size < 1 << 20:
+        raise Invalid("nvme.size must be at least 1MiB")
+    if not 0 <= settings.lifecycle.history <= 64:
+        raise Invalid("lifecycle.history must be 0 to 64")
+    if settings.lifecycle.collect_rate < 0:
+        raise Invalid("lifecycle.collect_rate must be at least 0")
+    if not 0 <= settings.prestage.held <= 90:
+        raise Invalid("prestage.held must be 0 to 90 percent")
+    if min(settings.prestage.speculative, settings.prestage.waiting, settings.prestage.hints) < 0:
+        raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
+    if settings.node.listen:
+        parse_address(settings.node.listen)
+    _check_peers(settings.peers)
+
+
+def _check_peers(peers: PeersSettings) -> None:
+    if not peers.listen:
+        if peers.directory or peers.static:
+            raise Invalid("peers.listen is empty, and other nodes are named: say where this one serves them, like 127.0.0.1:7979")
+        return
+    for field, text in (("peers.listen", peers.listen), ("peers.advertise", peers.advertise or peers.listen)):
+        if not parse_address(text, field)[1]:
+            raise Invalid(f"{field} is {text!r}; other nodes need a fixed port")
+    if bool(peers.directory) == bool(peers.static):
+        raise Invalid("peers.listen makes this node part of a mesh: set exactly one of peers.directory and peers.static")
+    if peers.directory:
+        DirectoryUrl.parse(peers.directory)
+    static_peers(peers.static)
+
+
+def masked(loaded: Loaded) -> dict[str, tuple[str, str]]:
+    """`section.field` to (value, origin), for people to read. No setting holds a secret: URLs with credentials are refused."""
+    shown: dict[str, tuple[str, str]] = {}
+    for name, source in loaded.origin.items():
+        section, _, field = name.partition(".")
+        shown[name] = (_written(getattr(getattr(loaded.settings, section), field)), source)
+    return shown
+
+
+def _written(value: object) -> str:
+    """As a variable or `--set` would spell it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

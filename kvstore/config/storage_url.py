@@ -1,0 +1,109 @@
+"""The storage URL: one string that an engine's config can carry."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, get_type_hints
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+import msgspec
+
+from kvstore.config.quantities import Bytes, convert
+from kvstore.config.sections import CodecName, Durability
+from kvstore.errors import Invalid
+from kvstore.keys import Keys, check_id
+
+SCHEMES: Final = ("kvtier+unix", "kvtier", "s3", "memory")
+URL_KEYS: Final = (
+    "endpoint", "region", "addressing", "ca_bundle", "allow_http", "dram", "nvme", "nvme_path", "codec", "tenant", "durability",
+    "device", "device_bytes",
+)  # fmt: skip
+
+
+class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
+    """One string that says where a client stores KV: a node (`kvtier+unix`, `kvtier`), or a bucket that it embeds (`s3`, `memory`).
+
+    Attributes:
+        host: Bucket of `s3`, name of `memory`, host of `kvtier`.
+        path: Socket path, or key prefix in the bucket.
+        port: Of `kvtier`; 7878 by default.
+        tenant: Whose KV; `default` unless the URL says otherwise.
+        device: Where an embedded node keeps blocks for the engine, as torch spells it (`cuda:0`; `cpu` runs the same code).
+        device_bytes: How many bytes of that device's memory.
+    """
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    endpoint: str = ""
+    region: str = ""
+    addressing: Literal["path", "virtual", ""] = ""
+    ca_bundle: str = ""
+    allow_http: bool = False
+    dram: Bytes = Bytes(0)
+    nvme: Bytes = Bytes(0)
+    nvme_path: str = ""
+    codec: CodecName | Literal[""] = ""
+    tenant: str = "default"
+    durability: Durability | Literal[""] = ""
+    device: str = ""
+    device_bytes: Bytes = Bytes(1 << 30)
+
+    @classmethod
+    def parse(cls, text: str) -> StorageUrl:
+        """Take a URL apart.
+
+        Raises:
+            Invalid: Unknown scheme or key (the message names the known ones), credentials in the URL, or a part that is missing.
+        """
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:  # brackets that hold no IPv6 address
+            raise Invalid(f"the storage URL is no URL: {error}") from None
+        if parts.scheme not in SCHEMES:
+            raise Invalid(f"storage URL scheme {parts.scheme!r} is unknown; known: {', '.join(f'{s}://' for s in SCHEMES)}")
+        if parts.username is not None or parts.password is not None:
+            raise Invalid(
+                "a storage URL must not carry credentials: use AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            )
+        fields: dict[str, Any] = {}
+        hints = get_type_hints(cls)
+        for key, value in parse_qsl(parts.query, keep_blank_values=True):
+            if key not in URL_KEYS:
+                raise Invalid(f"storage URL key {key!r} is unknown; known: {', '.join(URL_KEYS)}")
+            fields[key] = convert(hints[key], value, f"storage URL key {key}")
+        check_id(fields.get("tenant", "default"), "tenant")
+        try:
+            port = parts.port or 0
+        except ValueError:
+            raise Invalid("storage URL port must be 0 to 65535") from None
+        url = cls(scheme=parts.scheme, host=parts.hostname or "", port=port, path=unquote(parts.path), **fields)
+        return url._checked(parts.netloc)
+
+    def store_url(self) -> str:
+        """This bucket as `[store] url` says it: without what describes a node."""
+        keys = ("endpoint", "region", "addressing", "ca_bundle")
+        query = {key: getattr(self, key) for key in keys if getattr(self, key)} | (
+            {"allow_http": "true"} if self.allow_http else {}
+        )
+        path = f"/{self.path}" if self.path else ""
+        return f"{self.scheme}://{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
+
+    def _checked(self, netloc: str) -> StorageUrl:
+        if "@" in self.endpoint:
+            raise Invalid("storage URL key endpoint must not carry credentials")
+        if self.device and self.scheme in {"kvtier+unix", "kvtier"}:
+            raise Invalid(
+                "storage URL key device is for s3:// and memory://: a node has no access to memory of an engine's process"
+            )
+        if self.scheme == "kvtier+unix":
+            if netloc or not self.path.startswith("/") or self.path == "/":
+                raise Invalid("kvtier+unix needs the absolute path of a socket: kvtier+unix:///run/kvtier/node.sock")
+            return self
+        if not self.host:
+            raise Invalid(f"{self.scheme}:// needs {'a bucket' if self.scheme == 's3' else 'a name'} after the slashes")
+        if self.scheme == "kvtier":
+            return msgspec.structs.replace(self, port=self.port or 7878)
+        root = self.path.strip("/")
+        Keys(root)  # refuses a prefix that could not be a key
+        return msgspec.structs.replace(self, host=netloc, port=0, path=root)
