@@ -53,13 +53,19 @@ class SessionPage(Answer, frozen=True, kw_only=True):
 
 
 class VersionInfo(Answer, frozen=True, kw_only=True):
-    """One version that can still be restored. `tokens` and `blocks` are -1 where the manifest would have to be read to know."""
+    """One version that can still be restored. `tokens` and `blocks` are -1 where the manifest would have to be read to know.
+
+    Attributes:
+        prefix_id: Its last block, which names all that it holds: versions of two sessions that end with the same one hold the same.
+            "" where it holds nothing, or that is not known.
+    """
 
     version: int
     tokens: int
     blocks: int
     at: float
     current: bool
+    prefix_id: str = ""
 
 
 class Versions(Answer, frozen=True, kw_only=True):

@@ -65,9 +65,16 @@ class Sessions:
         infos = []
         for each in versions_of(found.branch):
             manifest = await self._finder.manifest(tenant, found.family, each.manifest)
-            tokens = -1 if manifest is None else sum(block.tokens for block in manifest.blocks[: each.n])
-            current = each.seq == found.branch.seq
-            infos.append(VersionInfo(version=each.seq, tokens=tokens, blocks=each.n, at=each.at, current=current))
+            blocks = None if manifest is None else manifest.blocks[: each.n]
+            info = VersionInfo(
+                version=each.seq,
+                tokens=-1 if blocks is None else sum(block.tokens for block in blocks),
+                blocks=each.n,
+                at=each.at,
+                current=each.seq == found.branch.seq,
+                prefix_id=blocks[-1].prefix_id if blocks else "",
+            )
+            infos.append(info)
         return Versions(id=session, versions=infos)
 
     async def manifest(self, tenant: str, session: str, namespace: str = "", lane: str = "", version: int = 0) -> SessionManifest:
