@@ -66,9 +66,11 @@ class Node:
         movers: Movers,
         clock: Clock,
         mesh: Mesh | None,
+        background: Supervisor,
     ) -> None:
         self.settings, self.service = settings, service
         self.tiers, self.registry, self.movers, self.clock, self.mesh = tiers, registry, movers, clock, mesh
+        self._background = background
 
     @classmethod
     @asynccontextmanager
@@ -149,13 +151,22 @@ class Node:
             lifetime.push_async_callback(background.aclose)
             background.run("bucket", bucket.watch)
             background.run("health", partial(health.watch, clock))
-            for name, work in mesh.background.items() if mesh else ():
-                background.run(name, work)
             background.run("replay", partial(_replay, commits, degraded))
             if bucket.configured:
                 background.run("collect", collections.keep)
                 background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
-            yield cls(settings, service, tiers, registry, movers, clock, mesh)
+            yield cls(settings, service, tiers, registry, movers, clock, mesh, background)
+
+    @asynccontextmanager
+    async def joined(self, mesh: Mesh) -> AsyncIterator[None]:
+        """A member of its mesh for the length of the block. Others ask it for blocks then: it listens to them before and after."""
+        for name, work in mesh.background.items():
+            self._background.run(name, work)
+        try:
+            yield
+        finally:
+            await self._background.stop(mesh.background)
+            await mesh.leave()
 
 
 @asynccontextmanager

@@ -94,6 +94,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                     networks=settings.peers.networks,
                 )
             )
+            await faces.enter_async_context(node.joined(node.mesh))
         # What was loaded by now stays for good. The garbage collector need not walk it again: that stops everything for tens of ms.
         gc.collect()
         gc.freeze()

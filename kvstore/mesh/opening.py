@@ -98,6 +98,12 @@ class Mesh:
             background["peers"] = peers.watch
             yield cls(directory, peers, background, reason, lifetime)
 
+    async def leave(self) -> None:
+        """Others are not to ask this node any more. Its loops have ended."""
+        directory: Any = self.directory
+        if not isinstance(directory, StaticDirectory):
+            await directory.leave()
+
     def stats(self) -> MeshStats:
         """As it stands."""
         return MeshStats(

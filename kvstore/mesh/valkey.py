@@ -135,7 +135,7 @@ class ValkeyDirectory:
         try:
             yield directory
         finally:
-            await directory._leave()
+            await directory.leave()
             with suppress(Exception):
                 await within(1.0, server.aclose())
 
@@ -344,8 +344,11 @@ class ValkeyDirectory:
         else:
             log.warning("the directory does not answer: %s", self.stats.last_error)
 
-    async def _leave(self) -> None:
-        if self.ready and self._lease.me is not None:
-            command = LEAVE.call(self._names.membership, self._lease.me.node, self._lease.me.incarnation)
+    async def leave(self) -> None:
+        """Say that this node is no member any more, once nobody keeps `keep` running. Who knows of it hears at the next renewal."""
+        me, ready = self._lease.me, self.ready
+        self._lease.me = None
+        if ready and me is not None:
+            command = LEAVE.call(self._names.membership, me.node, me.incarnation)
             with suppress(Exception):
                 await within(self._settings.answer_s, self._server.ask([command]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from kvstore.clock import Clock, Ids
 
@@ -41,8 +41,16 @@ class Supervisor:
             else:
                 return
 
+    async def stop(self, names: Collection[str]) -> None:
+        """Stop some of them."""
+        await self._end([task for task in self._tasks if task.get_name() in names])
+
     async def aclose(self) -> None:
         """Stop them all."""
-        for task in self._tasks:
+        await self._end(self._tasks)
+
+    @staticmethod
+    async def _end(tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

