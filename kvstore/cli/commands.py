@@ -27,12 +27,13 @@ COMMANDS: Final = {
     "warm": ("warm", "Publish a session's prefix, pinned, for everyone in the tenant."),
     "collect": ("collect", "Delete from the bucket what no session names any more."),
     "fsck": ("fsck", "Check the bucket itself, without a node, and repair what may be repaired."),
+    "bootstrap": ("bootstrap", "Make the bucket, a user that may use nothing else, and its rules, as who runs the store."),
     "gateway": ("gateway", "An OpenAI-compatible proxy that sends requests where their first token is cheapest."),
     "route": ("route", "Where a gateway would send a prompt, and why."),
     "stats": ("stats", "Tiers, queues and requests of a node."),
     "config": ("config", "show: what `kvtier serve` would use here, and where each value came from."),
 }
-_EXTRAS: Final = {"gateway": "gateway"}  # of the commands that need more than `node`
+_EXTRAS: Final = {"gateway": "gateway", "bootstrap": "bootstrap"}  # of the commands that need more than `node`
 
 
 class _Deferred(TyperCommand):
