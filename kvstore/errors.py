@@ -225,8 +225,17 @@ KINDS: dict[str, Kind] = {
     "overloaded": Kind(Overloaded, 429, EXIT_UNAVAILABLE, "back off and retry; raise the limit it names if this is normal load"),
     "not_found": Kind(NotFound, 404, EXIT_NOT_FOUND, "check the name; `kvtier sessions ls` shows what exists"),
     "gone": Kind(Gone, 410, EXIT_NOT_FOUND, "the session was deleted or expired: create it again"),
+    "key_destroyed": Kind(
+        Gone, 410, EXIT_NOT_FOUND, "the tenant's keys were deleted on purpose: use another tenant; `kvtier tenants rm` drops its sessions"
+    ),
     "already_exists": Kind(AlreadyExists, 409, EXIT_FAILED, "choose another name, or delete the session that has it"),
     "denied": Kind(Denied, 403, EXIT_FAILED, "check the credentials and the rights of the principal"),
+    "unauthenticated": Kind(
+        Denied,
+        401,
+        EXIT_FAILED,
+        "give an access token that is valid here: KVTIER_TOKEN, KVTIER_TOKEN_FILE or token_file= in the URL",
+    ),
     "bad_credentials": Kind(Denied, 403, EXIT_FAILED, "the store rejects the access key or its signature: check the credentials"),
     "expired_credentials": Kind(
         Denied,
@@ -242,6 +251,12 @@ KINDS: dict[str, Kind] = {
     ),
     "access_denied": Kind(
         Denied, 403, EXIT_FAILED, "the key is valid and lacks a right: allow Get, Put, Delete on the prefix and List on the bucket"
+    ),
+    "no_key": Kind(
+        Denied,
+        403,
+        EXIT_FAILED,
+        "set [encryption] key_file to the file with the master key this root was sealed under; nothing is lost meanwhile",
     ),
     "invalid": Kind(Invalid, 400, EXIT_USAGE, "correct the field the message names"),
     "wrong_region": Kind(Invalid, 400, EXIT_USAGE, "set `region=` in the store's URL to the bucket's own region"),
@@ -263,6 +278,12 @@ KINDS: dict[str, Kind] = {
         "the store was opened before fork(): use the `spawn` start method, or connect the child to a node by URL",
     ),
     "unsupported": Kind(Unsupported, 501, EXIT_FAILED, "configure what the message names, or use another store"),
+    "not_encrypted": Kind(
+        Unsupported,
+        501,
+        EXIT_FAILED,
+        "choose another prefix in store.url: a root is encrypted from its first object on, or never; or unset [encryption] key_file",
+    ),
     "unsafe_store": Kind(
         Unsupported,
         501,

@@ -281,6 +281,8 @@ class Stats(Answer, frozen=True, kw_only=True):
         bucket: How its store is doing.
         restarts: How often each background task failed and was started again.
         mesh: Its part in a mesh; None where it has none.
+        whole: Whether this tells of the whole node, for which a caller needs the scope `admin`. If not, it tells of the caller's
+            tenant: `tiers` has its memory alone, and what is of the whole node is 0 or empty.
     """
 
     node: str
@@ -303,10 +305,11 @@ class Stats(Answer, frozen=True, kw_only=True):
     bucket: StoreStats = StoreStats()
     restarts: dict[str, int] = {}
     mesh: MeshStats | None = None
+    whole: bool = True
 
 
 class Health(Answer, frozen=True, kw_only=True):
-    """Whether a node lives and may be sent work. `degraded` names each guarantee it cannot give now, with the reason."""
+    """Whether a node lives and may be sent work. `degraded` names each guarantee it cannot give now; `admin` is told the reason."""
 
     ok: bool
     node: str

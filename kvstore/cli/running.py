@@ -79,9 +79,18 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
             url = f"kvtier+unix://{settings.node.socket}"
         if settings.node.listen:
             server = await faces.enter_async_context(
-                HttpServer.open(node.service, settings.node.listen, limits=limits, metrics=metrics)
+                HttpServer.open(
+                    node.service,
+                    settings.node.listen,
+                    limits=limits,
+                    metrics=metrics,
+                    auth=settings.auth,
+                    tls=settings.tls,
+                    clock=node.clock,
+                )
             )
-            http = f"kvtier://{server.url.removeprefix('http://')}"
+            scheme, _, address = server.url.partition("://")
+            http = f"kvtier://{address}{'?tls=true' if scheme == 'https' else ''}"
         if node.mesh is not None:
             await faces.enter_async_context(
                 Peering.open(

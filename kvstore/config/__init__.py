@@ -5,6 +5,7 @@ from kvstore.config.loading import Loaded, load, masked
 from kvstore.config.quantities import Bytes, Seconds, parse_bytes, parse_seconds
 from kvstore.config.sections import (
     SECTIONS,
+    AuthSettings,
     CodecName,
     DramSettings,
     Durability,
@@ -19,6 +20,7 @@ from kvstore.config.sections import (
     StoreSettings,
     Tenant,
 )
+    TlsSettings,
 from kvstore.config.storage_url import SCHEMES, URL_KEYS, StorageUrl
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "SECTIONS",
     "URL_KEYS",
     "Bytes",
+    "AuthSettings",
     "CodecName",
     "DramSettings",
     "Durability",
@@ -44,6 +47,7 @@ __all__ = [
     "Tenant",
     "is_loopback",
     "load",
+    "TlsSettings",
     "masked",
     "parse_address",
     "parse_bytes",

@@ -5,6 +5,7 @@ This module parses; reading files and the environment is done by the caller, who
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from typing import Any, get_type_hints

@@ -63,7 +63,7 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     """`[node]`: this process.
 
     Attributes:
-        listen: Address of the HTTP API; loopback only until there are tokens. Empty: no HTTP.
+        listen: Address of the HTTP API; beyond loopback only with `[auth]` and `[tls]`. Empty: no HTTP.
         socket: Path of the Unix socket for engines on this host. Empty: none.
         id: Shown in answers; by default the host's name.
     """
@@ -71,6 +71,34 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:7878"
     socket: str = ""
     id: str = ""
+
+
+class AuthSettings(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[auth]`: who may use the HTTP API. On loopback nobody is asked unless there are tokens.
+
+    Attributes:
+        tokens_file: Of access tokens, hashed (`kvtier tokens create`); read again when it changes. Empty: no tokens.
+        anonymous: Whether it may listen beyond loopback without tokens, for whoever reaches it.
+        plaintext: Whether it may listen beyond loopback without TLS, where something else encrypts.
+    """
+
+    tokens_file: str = ""
+    anonymous: bool = False
+    plaintext: bool = False
+
+
+class TlsSettings(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tls]`: of the HTTP API; PEM files, read again when they change.
+
+    Attributes:
+        cert: Its certificate, and those between it and the authority. Empty: no TLS.
+        key: Of the certificate.
+        client_ca: Where set, only clients with a certificate of these authorities are let in.
+    """
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
 
 
 class PeersSettings(Section, frozen=True, kw_only=True):
@@ -187,3 +215,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 SECTIONS: Final[dict[str, type[Section]]] = {
     name: kind for name, kind in get_type_hints(Settings).items() if isinstance(kind, type) and issubclass(kind, Section)
 }
+    auth: AuthSettings = AuthSettings()
+    tls: TlsSettings = TlsSettings()

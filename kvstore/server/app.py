@@ -1,10 +1,11 @@
-"""The HTTP face of a node. Until there are tokens it listens on loopback only, and refuses requests for another host's name."""
+"""The HTTP face of a node. Without access tokens it listens on loopback only, and refuses requests for another host's name."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Self
@@ -14,7 +15,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvstore import api
-from kvstore.config import is_loopback, parse_address
+from kvstore.clock import Clock, SystemClock
+from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
@@ -22,10 +24,11 @@ from kvstore.server.limits import STANDARD, Limits
 from kvstore.server.metrics import Metrics
 from kvstore.server.ports import Service
 from kvstore.server.problems import Handler, problems
-from kvstore.server.routes import TENANT, call_routes
+from kvstore.server.routes import call_routes
 from kvstore.server.streams import Blocks
 from kvstore.server.visitors import Visitors
 
+from kvstore.server.tls import renew, server_context
 log = logging.getLogger(__name__)
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -44,7 +47,15 @@ class HttpServer:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, service: Service, listen: str = "127.0.0.1:7878", *, limits: Limits = STANDARD, metrics: Metrics | None = None
+        cls,
+        service: Service,
+        listen: str = "127.0.0.1:7878",
+        *,
+        limits: Limits = STANDARD,
+        metrics: Metrics | None = None,
+        auth: AuthSettings | None = None,
+        tls: TlsSettings | None = None,
+        clock: Clock | None = None,
     ) -> AsyncIterator[Self]:
         """Listen until the end of the block; then answer what was accepted, within `limits.drain`.
 
@@ -55,23 +66,28 @@ class HttpServer:
             metrics: Where requests are counted, and what `/metrics` shows besides the node's statistics.
 
         Raises:
-            Invalid: The address is not on loopback.
+            auth: Who may come; by default whoever is on this host.
+            tls: Certificates; by default none.
+            clock: Tokens expire by it; the system's by default.
+            Invalid: Others reach the address, and `auth` and `tls` do not say who may come and how; or a file of theirs is not fit.
             AlreadyExists: The port is taken.
         """
         host, port = parse_address(listen)
-        if not is_loopback(host):
-            raise Invalid(
-                f"node.listen is {listen!r}; without access tokens the HTTP API listens on loopback only: use 127.0.0.1:{port}"
-            )
+        auth, tls = auth or AuthSettings(), tls or TlsSettings()
+        check_exposed(host, port, auth, tls, field="node.listen")
+        context, who = server_context(tls), door(auth, clock or SystemClock())
         in_flight, visitors = InFlight(), Visitors(limits)
-        app = application(service, in_flight, limits, metrics or Metrics(), host, visitors)
+        # Where nobody shows a token, a page in this host's browser could ask for whoever sits there.
+        bound = host if not auth.tokens_file and is_loopback(host) else ""
+        app = application(service, in_flight, limits, metrics or Metrics(), who, visitors, bound=bound)
         # A handler is cancelled when its client goes away; `in_flight` knows what must go on all the same.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=float(limits.drain), handler_cancellation=True)
         await runner.setup()
         try:
-            async with _listening(runner, visitors, host, port) as listener:
+            async with _listening(runner, visitors, host, port, limits, context) as listener, _renewing(context, tls):
                 taken = listener.sockets[0].getsockname()[1]
-                yield cls(f"http://{f'[{host}]' if ':' in host else host}:{taken}", listener)
+                scheme = "http" if context is None else "https"
+                yield cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}", listener)
         finally:
             in_flight.stop()
             await runner.cleanup()
@@ -79,11 +95,16 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def _listening(runner: web.AppRunner, visitors: Visitors, host: str, port: int) -> AsyncIterator[asyncio.Server]:
+async def _listening(
+    runner: web.AppRunner, visitors: Visitors, host: str, port: int, limits: Limits, context: ssl.SSLContext | None
+) -> AsyncIterator[asyncio.Server]:
     server = runner.server
     assert server is not None
     try:
-        listener = await asyncio.get_running_loop().create_server(visitors.entrance(server), host, port)
+        listener = await asyncio.get_running_loop().create_server(
+            visitors.entrance(server), host, port, ssl=context, ssl_handshake_timeout=patience
+        )
+    patience = float(limits.hello) if context is not None else None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise Invalid(f"node.listen is '{host}:{port}': {error.strerror}") from None
@@ -98,10 +119,32 @@ async def _listening(runner: web.AppRunner, visitors: Visitors, host: str, port:
 
 
 def application(
-    service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, host: str, visitors: Visitors
+    service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, who: Door, visitors: Visitors, *, bound: str
+@asynccontextmanager
+async def _renewing(context: ssl.SSLContext | None, tls: TlsSettings) -> AsyncIterator[None]:
+    task = None if context is None else asyncio.create_task(renew(context, tls))
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 ) -> web.Application:
-    """The routes behind the checks that every request passes."""
-    checks = [visitors.middleware(), problems, _host_check(host), _at_most(limits.requests)]
+    """The routes behind the checks that every request passes.
+
+    Args:
+        service: The node.
+        in_flight: What is worked on.
+        limits: Bounds.
+        metrics: Counts.
+        who: Tells who asks.
+        visitors: Connections.
+        bound: The address, where only requests for this host's own names are taken; "" where any name may be its own.
+    """
+    own = [_host_check(bound)] if bound else []
+    checks = [visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits.requests)]
     app = web.Application(middlewares=checks, client_max_size=limits.body)
     app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
@@ -145,8 +188,9 @@ def _at_most(limit: int) -> Middleware:
 
 def _metrics(service: Service, metrics: Metrics) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        stats = await service.call(TENANT, "stats", api.Nothing())
+        stats = await service.call(access_of(request).tenant, "stats", api.Nothing())
         assert isinstance(stats, api.Stats)
+    @needs("metrics")
         page, content_type = metrics.expose(stats, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 

@@ -20,8 +20,10 @@ from typing import Final, NamedTuple, TypeVar, cast
 import msgspec
 
 from kvstore import api, wire
+from kvstore.access import Access
 from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Overloaded, Unavailable
 from kvstore.ids import Link, Shard, unpack_prefixes
+from kvstore.server.acting import act
 from kvstore.server.ahead import Ahead
 from kvstore.server.awake import Awake
 from kvstore.server.held import Held
@@ -52,7 +54,7 @@ class Connection(asyncio.Protocol):
 
     Args:
         service: What it talks to.
-        tenant: Whom it may act for.
+        access: Whom it may act for, and what it may.
         who: For the log.
         accepted: Its socket, non-blocking.
         window: Its write window.
@@ -65,7 +67,7 @@ class Connection(asyncio.Protocol):
         self,
         *,
         service: Service,
-        tenant: str,
+        access: Access,
         who: str,
         accepted: socket.socket,
         window: Window,
@@ -75,7 +77,8 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._awake = awake
         self._accepted = accepted
-        self._service, self._tenant, self._who, self._window = service, tenant, who, window
+        self._service, self._access, self._who, self._window = service, access, who, window
+        self._tenant = tenant = access.tenant
         self._limits, self._observe = limits, observe
         self._plane = service.plane
         self._loop = asyncio.get_running_loop()
@@ -353,7 +356,7 @@ class Connection(asyncio.Protocol):
         if call is None:
             raise Invalid(f"unknown call {ask.call[:64]!r}; known: {', '.join(api.BY_NAME)}")
         request: api.Request = _decoded(msgspec.msgpack.Decoder(call.request), ask)
-        return await self._service.call(self._tenant, call.name, request)
+        return await act(self._service, self._access, call, request)
 
     # --- blocks ---
 

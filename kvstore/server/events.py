@@ -10,8 +10,9 @@ import msgspec
 from aiohttp import web
 
 from kvstore import api
+from kvstore.server.auth import access_of, needs
 from kvstore.server.ports import Service
-from kvstore.server.routes import TENANT, pattern
+from kvstore.server.routes import pattern
 
 PATH: Final = "/v1/restores/{restore_id}/events"
 HEARTBEAT_S: Final = 15.0  # proxies cut what is silent for long
@@ -20,8 +21,9 @@ HEARTBEAT_S: Final = 15.0  # proxies cut what is silent for long
 def event_route(service: Service, stopping: asyncio.Event) -> web.RouteDef:
     """The stream ends with the restore, with its reader, or when the server stops."""
 
+    @needs("read")
     async def handle(request: web.Request) -> web.StreamResponse:
-        changes = service.watch(TENANT, request.match_info["restore_id"])
+        changes = service.watch(access_of(request).tenant, request.match_info["restore_id"])
         change = await anext(changes)  # a restore that does not exist is a 404, not a stream
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)

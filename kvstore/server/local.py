@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Self
 
 from kvstore import wire
+from kvstore.access import Access, everything
 from kvstore.errors import Corrupt, Denied, KVTierError, Overloaded, Unsupported
 from kvstore.server.awake import Awake
 from kvstore.server.connection import Connection
@@ -151,7 +153,7 @@ class LocalServer:
                 raise ConnectionError("the welcome did not fit the socket's buffer")  # noqa: TRY301  the window is closed below
             connection = Connection(
                 service=service,
-                tenant=tenant,
+                access=_access(tenant, peer),
                 who=f"pid {peer.pid} of uid {peer.uid}",
                 accepted=accepted,
                 window=window,
@@ -164,6 +166,11 @@ class LocalServer:
             window.close()
             raise
         return connection
+
+
+def _access(tenant: str, peer: Peer) -> Access:
+    """The node's own user may everything; others may read and write what is the tenant's."""
+    return everything(tenant) if peer.uid == os.geteuid() else Access(tenant, frozenset({"read", "write"}))
 
 
 async def _hello(accepted: socket.socket) -> wire.Hello:

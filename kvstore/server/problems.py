@@ -14,6 +14,7 @@ from kvstore.errors import KVTierError, Problem
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY: Final = frozenset({429, 503})
+_WHO: Final = 401
 
 
 def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> web.Response:
@@ -21,6 +22,8 @@ def problem_response(problem: Problem, headers: dict[str, str] | None = None) ->
     found = dict(headers or {})
     if problem.status in _RETRY:
         found.setdefault("Retry-After", "1")
+    if problem.status == _WHO:
+        found.setdefault("WWW-Authenticate", "Bearer")
     return web.Response(
         body=msgspec.json.encode(problem), status=problem.status, headers=found, content_type="application/problem+json"
     )

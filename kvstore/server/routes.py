@@ -12,13 +12,14 @@ from aiohttp import web
 
 from kvstore import api
 from kvstore.errors import Invalid
+from kvstore.server.acting import act
+from kvstore.server.auth import access_of, needs
 from kvstore.server.inflight import InFlight
 from kvstore.server.limits import Limits
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Service
 from kvstore.server.problems import Handler
 
-TENANT: Final = "default"  # until there are tokens, HTTP serves this one
 _UNREADY: Final = 503
 _parts: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PARAMETER: Final = re.compile(r"\{(\w+)\}")
@@ -40,10 +41,11 @@ def pattern(path: str) -> str:
 def _handler(call: api.Call, service: Service, in_flight: InFlight, limits: Limits, observe: Observe) -> Handler:
     types = {field.encode_name: field.type for field in msgspec.structs.fields(call.request)}
 
+    @needs(call.scope)
     async def handle(request: web.Request) -> web.Response:
         with observed(observe, call.name):
             fields = await _fields(request, types, call.name, float(limits.upload))
-            answer = await in_flight.run(call.name, service.call(TENANT, call.name, _convert(fields, call)))
+            answer = await in_flight.run(call.name, act(service, access_of(request), call, _convert(fields, call)))
         unready = isinstance(answer, api.Health) and not answer.ok
         return web.Response(
             body=msgspec.json.encode(answer), status=_UNREADY if unready else call.status, content_type="application/json"

@@ -15,12 +15,13 @@ from blake3 import blake3
 from kvstore import api, codec
 from kvstore.errors import Corrupt, Invalid, NotFound
 from kvstore.ids import Link, Shard, namespace_id, prefix_id
+from kvstore.server.auth import access_of, needs
 from kvstore.server.inflight import InFlight
 from kvstore.server.limits import Limits, check_deadline
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Room, Service
 from kvstore.server.problems import problem_response
-from kvstore.server.routes import TENANT, pattern
+from kvstore.server.routes import pattern
 
 PATH: Final = "/v1/blocks/{namespace}/{shard}/{prefix_id}"
 MISS: Final = "X-KVTier-Miss"
@@ -57,14 +58,16 @@ class Blocks:
         path = pattern(PATH)
         return [web.get(path, self.get, name="get_block"), web.put(path, self.put, name="put_block")]
 
+    @needs("read")
     async def get(self, request: web.Request) -> web.StreamResponse:
         """The raw object, or a range of it. A miss is 404 with the reason in `X-KVTier-Miss`."""
         asked = _asked(request)
         name = _name(request, asked.tokens)
+        tenant = access_of(request).tenant
         with observed(self._observe, "get"):
             leases, miss = await self._in_flight.read(
                 self._service.plane.get(
-                    TENANT, name.namespace, name.shard, [name.link], deadline_ms=asked.deadline_ms, reach=asked.reach
+                    tenant, name.namespace, name.shard, [name.link], deadline_ms=asked.deadline_ms, reach=asked.reach
                 )
             )
             if not leases:
@@ -104,16 +107,17 @@ class Blocks:
                 request.transport.abort()  # it does not read, and must not hold the lease for ever
             raise ConnectionResetError("the client does not read") from None
 
+    @needs("write")
     async def put(self, request: web.Request) -> web.Response:
         """Publish a block from its payload: the tensors in storage order. `Content-Digest: blake3=:...:` is checked if given."""
         asked = _asked(request)
         name = _name(request, asked.tokens)
-        plane = self._service.plane
+        plane, tenant = self._service.plane, access_of(request).tenant
         with observed(self._observe, "put"):
-            size = await plane.payload_bytes(TENANT, name.namespace, name.shard, name.link.tokens)
+            size = await plane.payload_bytes(tenant, name.namespace, name.shard, name.link.tokens)
             if request.content_length not in {None, size}:
                 raise Invalid(f"a payload of {name.link.tokens} tokens has {size} bytes here, not {request.content_length}")
-            room = await plane.reserve(TENANT, name.namespace, name.shard, name.link)
+            room = await plane.reserve(tenant, name.namespace, name.shard, name.link)
             taken = room is not None and await self._receive(request, room)
         return web.Response(body=msgspec.json.encode(api.Taken(taken=taken)), content_type="application/json")
 

@@ -97,7 +97,8 @@ class Service:
         call = api.BY_NAME.get(name)
         if call is None or not isinstance(request, call.request):
             raise Invalid(f"unknown call {name!r}; known: {', '.join(api.BY_NAME)}")
-        self.plane.tiers(tenant)  # refuses a tenant that is not served, whatever the call
+        if call.scope != "open":
+            self.plane.tiers(tenant)  # refuses a tenant that is not served
         if isinstance(request, api.OfSession):
             check_id(request.id, "session id")
         answer: api.Answer = await getattr(self, name)(tenant, request)

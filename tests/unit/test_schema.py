@@ -78,7 +78,7 @@ def test_openapi_has_every_call_and_every_parameter():
 
 
 async def test_openapi_has_every_route_of_the_server():
-    app = application(Mock(), Mock(), Limits(), Metrics(), "127.0.0.1", Visitors(Limits()))
+    app = application(Mock(), Mock(), Limits(), Metrics(), Mock(), Visitors(Limits()), bound="127.0.0.1")
     served = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
