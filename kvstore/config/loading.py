@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from kvstore.config.addresses import parse_address, static_peers
-from kvstore.config.quantities import convert
-from kvstore.config.sections import SECTIONS, PeersSettings, Settings, Tenant
+from kvstore.config.quantities import convert, parse_bytes
+from kvstore.config.sections import SECTIONS, PeersSettings, PricesSettings, Settings, Tenant
 from kvstore.config.storage_url import StorageUrl
 from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
@@ -80,6 +80,9 @@ def _from_toml(text: str, name: str, put: Any) -> dict[str, Tenant]:
             raise Invalid(f"{name}: {section} stands outside a section; known sections: {', '.join(SECTIONS)}")
         for field, value in fields.items():
             put(section, field, value, name)
+    for tenant, table in tenants.items() if isinstance(tenants, dict) else ():
+        if isinstance(table, dict) and "max_bytes" in table:
+            table["max_bytes"] = parse_bytes(table["max_bytes"], f"tenants.{tenant}.max_bytes ({name})")
     try:
         parsed = msgspec.convert(tenants, dict[str, Tenant])
     except msgspec.ValidationError as error:
@@ -104,7 +107,37 @@ def _check(settings: Settings) -> None:
         raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
     if settings.node.listen:
         parse_address(settings.node.listen)
+    if bool(settings.tls.cert) != bool(settings.tls.key):
+        raise Invalid("tls.cert and tls.key go together: set both, or neither")
+    if settings.tls.client_ca and not settings.tls.cert:
+        raise Invalid("tls.client_ca asks clients for certificates, which needs tls.cert and tls.key")
+    for name, tenant in settings.tenants.items():
+        if min(tenant.max_sessions, tenant.requests) < 0:
+            raise Invalid(f"tenants.{name}: max_sessions and requests must be at least 0 (0: no limit)")
+    _check_prices(settings.prices)
     _check_peers(settings.peers)
+
+
+def _check_prices(prices: PricesSettings) -> None:
+    for field in prices.__struct_fields__:
+        value = getattr(prices, field)
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise Invalid(f"prices.{field} must be at least 0 (0: unknown)")
+    prefill_of(prices)
+
+
+def prefill_of(prices: PricesSettings) -> dict[str, float]:
+    """Tokens a second by model, of `prices.models`. Raises `Invalid`."""
+    found = {}
+    for text in prices.models:
+        model, equals, rate = text.rpartition("=")
+        try:
+            found[model] = float(rate)
+        except ValueError:
+            found[model] = 0.0
+        if not (model and equals and 0 < found[model] < math.inf):
+            raise Invalid(f"prices.models has {text!r}; write model=tokens-per-second, like meta-llama/Llama-3.1-8B=12000")
+    return found
 
 
 def _check_peers(peers: PeersSettings) -> None:
@@ -117,6 +150,8 @@ def _check_peers(peers: PeersSettings) -> None:
             raise Invalid(f"{field} is {text!r}; other nodes need a fixed port")
     if bool(peers.directory) == bool(peers.static):
         raise Invalid("peers.listen makes this node part of a mesh: set exactly one of peers.directory and peers.static")
+    if len({bool(each) for each in (peers.tls_cert, peers.tls_key, peers.tls_ca)}) > 1:
+        raise Invalid("peers.tls_cert, peers.tls_key and peers.tls_ca go together: set all three, or none")
     if peers.directory:
         DirectoryUrl.parse(peers.directory)
     static_peers(peers.static)

@@ -110,8 +110,11 @@ class PeersSettings(Section, frozen=True, kw_only=True):
         directory: `valkey://host:6379`: who is there, and who has what. Credentials: KVTIER_DIRECTORY_USER and _PASSWORD.
         mesh: Name of the mesh; several may share a directory.
         static: Without a directory: the other nodes, as `name=host:port`.
-        networks: Whose addresses may connect, such as `10.0.0.0/8`. Between nodes KV is not encrypted, and nobody is asked who they
-            are: name only networks in which all is yours.
+        networks: Whose addresses may connect, such as `10.0.0.0/8`. Without the three files below KV between nodes is not
+            encrypted, and nobody is asked who they are: then name only networks in which all is yours.
+        tls_cert: PEM file of this node's certificate, which names its id or its address.
+        tls_key: PEM file of its key.
+        tls_ca: PEM file of the authority that signed every node's; whoever has a certificate of it is a peer.
         placement: Whether a block that no node has is fetched from the bucket by one node for all.
     """
 
@@ -121,6 +124,9 @@ class PeersSettings(Section, frozen=True, kw_only=True):
     mesh: str = "default"
     static: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     placement: bool = True
 
 
@@ -192,10 +198,49 @@ class PrestageSettings(Section, frozen=True, kw_only=True):
     hints: int = 1000
 
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """`[tenants.<name>]`: which local users may act for a tenant on the Unix socket; empty means any user that can open it."""
+class PricesSettings(Section, frozen=True, kw_only=True):
+    """`[prices]`: what things cost, for the estimates of `kvtier cost`. 0 is unknown: then there are counts and no sum.
+
+    Attributes:
+        currency: What the figures are in.
+        source: Whose list they are from, and of which day; shown beside every sum.
+        put_1000: Of 1,000 PUT and COPY requests.
+        get_1000: Of 1,000 GET and HEAD requests.
+        list_1000: Of 1,000 LIST requests. DELETE is taken to be free.
+        gb_month: Of a GB (10^9 bytes) that is stored for a month.
+        gb_egress: Of a GB that is read from the bucket.
+        gpu_hour: Of one GPU for an hour.
+        prefill: Tokens that an engine computes in a second, where `models` does not say.
+        models: The same for single ones, as `model=tokens`; the name is the namespace's.
+    """
+
+    currency: str = "USD"
+    source: str = ""
+    put_1000: float = 0.0
+    get_1000: float = 0.0
+    list_1000: float = 0.0
+    gb_month: float = 0.0
+    gb_egress: float = 0.0
+    gpu_hour: float = 0.0
+    prefill: float = 0.0
+    models: tuple[str, ...] = ()
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tenants.<name>]`: who may act for a tenant, and how much it may have. 0 is no limit.
+
+    Attributes:
+        uids: Which local users may act for it on the Unix socket; empty means the node's own.
+        max_bytes: Stored in the bucket, as the last collection counted them and this node has added since.
+        max_sessions: In the bucket.
+        requests: Calls per second over HTTP and the socket; twice as many may come at once. Blocks read or written through shared
+            memory are none.
+    """
 
     uids: tuple[int, ...] = ()
+    max_bytes: Bytes = Bytes(0)
+    max_sessions: int = 0
+    requests: float = 0.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,15 +250,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dram: DramSettings = DramSettings()
     nvme: NvmeSettings = NvmeSettings()
     node: NodeSettings = NodeSettings()
+    auth: AuthSettings = AuthSettings()
+    tls: TlsSettings = TlsSettings()
     lifecycle: LifecycleSettings = LifecycleSettings()
     limits: LimitSettings = LimitSettings()
     prestage: PrestageSettings = PrestageSettings()
     peers: PeersSettings = PeersSettings()
+    prices: PricesSettings = PricesSettings()
     tenants: dict[str, Tenant] = {}
 
 
 SECTIONS: Final[dict[str, type[Section]]] = {
     name: kind for name, kind in get_type_hints(Settings).items() if isinstance(kind, type) and issubclass(kind, Section)
 }
-    auth: AuthSettings = AuthSettings()
-    tls: TlsSettings = TlsSettings()

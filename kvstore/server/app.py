@@ -26,9 +26,9 @@ from kvstore.server.ports import Service
 from kvstore.server.problems import Handler, problems
 from kvstore.server.routes import call_routes
 from kvstore.server.streams import Blocks
+from kvstore.server.tls import renew, server_context
 from kvstore.server.visitors import Visitors
 
-from kvstore.server.tls import renew, server_context
 log = logging.getLogger(__name__)
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -64,11 +64,11 @@ class HttpServer:
             listen: `host:port`; port 0 takes a free one.
             limits: Bounds.
             metrics: Where requests are counted, and what `/metrics` shows besides the node's statistics.
-
-        Raises:
             auth: Who may come; by default whoever is on this host.
             tls: Certificates; by default none.
             clock: Tokens expire by it; the system's by default.
+
+        Raises:
             Invalid: Others reach the address, and `auth` and `tls` do not say who may come and how; or a file of theirs is not fit.
             AlreadyExists: The port is taken.
         """
@@ -100,11 +100,11 @@ async def _listening(
 ) -> AsyncIterator[asyncio.Server]:
     server = runner.server
     assert server is not None
+    patience = float(limits.hello) if context is not None else None
     try:
         listener = await asyncio.get_running_loop().create_server(
             visitors.entrance(server), host, port, ssl=context, ssl_handshake_timeout=patience
         )
-    patience = float(limits.hello) if context is not None else None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise Invalid(f"node.listen is '{host}:{port}': {error.strerror}") from None
@@ -118,8 +118,6 @@ async def _listening(
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def application(
-    service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, who: Door, visitors: Visitors, *, bound: str
 @asynccontextmanager
 async def _renewing(context: ssl.SSLContext | None, tls: TlsSettings) -> AsyncIterator[None]:
     task = None if context is None else asyncio.create_task(renew(context, tls))
@@ -131,6 +129,8 @@ async def _renewing(context: ssl.SSLContext | None, tls: TlsSettings) -> AsyncIt
             await asyncio.gather(task, return_exceptions=True)
 
 
+def application(
+    service: Service, in_flight: InFlight, limits: Limits, metrics: Metrics, who: Door, visitors: Visitors, *, bound: str
 ) -> web.Application:
     """The routes behind the checks that every request passes.
 
@@ -187,10 +187,10 @@ def _at_most(limit: int) -> Middleware:
 
 
 def _metrics(service: Service, metrics: Metrics) -> Handler:
+    @needs("metrics")
     async def handle(request: web.Request) -> web.Response:
         stats = await service.call(access_of(request).tenant, "stats", api.Nothing())
         assert isinstance(stats, api.Stats)
-    @needs("metrics")
         page, content_type = metrics.expose(stats, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
