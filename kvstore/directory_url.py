@@ -11,7 +11,7 @@ from kvstore.errors import Invalid
 
 SCHEMES: Final = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 KEYS: Final = ("cluster", "ca_bundle")
-USER, PASSWORD = "KVTIER_DIRECTORY_USER", "KVTIER_DIRECTORY_PASSWORD"
+USER, PASSWORD, PASSWORD_FILE = "KVTIER_DIRECTORY_USER", "KVTIER_DIRECTORY_PASSWORD", "KVTIER_DIRECTORY_PASSWORD_FILE"
 
 
 class DirectoryUrl(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from valkey.asyncio import Connection, ConnectionPool, SSLConnection, Valkey, ValkeyCluster
 from valkey.exceptions import NoScriptError, ResponseError
 
-from kvstore.directory_url import PASSWORD, USER, DirectoryUrl
+from kvstore.directory_url import PASSWORD, PASSWORD_FILE, USER, DirectoryUrl
+from kvstore.errors import Invalid
 from kvstore.mesh.entries import SCRIPTS, Command
 
 
@@ -58,10 +60,18 @@ def _foreign(error: Exception) -> bool:
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
+def _in_file(path: str) -> str:
+    """The password where a file has it, as secrets of containers come. Raises `Invalid`."""
+    try:
+        return Path(path).read_text().strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Invalid(f"{PASSWORD_FILE} {path}: {type(error).__name__}", remedy="name a file that holds the password") from None
+
+
 def _client(url: DirectoryUrl, environ: Mapping[str, str]) -> Any:
     """Nothing is connected yet. Timeouts are ours, around whole round trips: one for each reply costs more than the reply."""
     options: dict[str, Any] = {"socket_timeout": None, "socket_keepalive": True, "client_name": "kvtier"}
-    user, password = environ.get(USER, ""), environ.get(PASSWORD, "")
+    user, password = environ.get(USER, ""), environ.get(PASSWORD, "") or _in_file(environ.get(PASSWORD_FILE, ""))
     if password:
         options |= {"username": user or None, "password": password}
     tls: dict[str, Any] = {"ssl_check_hostname": True, "ssl_ca_certs": url.ca_bundle or None} if url.tls else {}

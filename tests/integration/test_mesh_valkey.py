@@ -7,6 +7,7 @@ import pytest
 from fakes.mesh import KEYS, memory, opened, put, raw, until, until_holders
 
 from kvstore.config import load
+from kvstore.errors import Invalid
 from kvstore.mesh.entries import Names, unpack
 from kvstore.mesh.testing import ValkeyServer, find_valkey
 from kvstore.node import Node as Whole
@@ -168,9 +169,15 @@ async def test_of_two_processes_with_one_name_the_later_is_the_member(server):
         await until_holders(b, KEYS[:1], [("a",)])
 
 
-async def test_a_password_comes_from_the_environment(tmp_path):
-    server = ValkeyServer(tmp_path, "--requirepass", "hunter2")
+async def test_a_password_comes_from_the_environment_or_a_file_that_it_names(tmp_path):
+    server, secret = ValkeyServer(tmp_path, "--requirepass", "hunter2"), tmp_path / "password"
+    secret.write_text("hunter2\n")
     try:
+        async with opened(server, "d", environ={"KVTIER_DIRECTORY_PASSWORD_FILE": str(secret)}) as d:
+            await until(lambda: d.directory.ready)
+        with pytest.raises(Invalid, match="KVTIER_DIRECTORY_PASSWORD_FILE /none: FileNotFoundError"):
+            async with opened(server, "e", environ={"KVTIER_DIRECTORY_PASSWORD_FILE": "/none"}):
+                pass
         async with opened(server, "a") as stranger, opened(server, "b", environ={"KVTIER_DIRECTORY_PASSWORD": "hunter2"}) as b:
             await until(lambda: b.directory.ready and "authentication" in stranger.directory.reason().lower())
             assert not stranger.directory.ready
