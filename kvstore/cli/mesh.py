@@ -14,6 +14,7 @@ from kvstore.errors import Invalid
 from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.patience import within
+from kvstore.mesh.tls import PeerTls
 
 _DIRECTORY_S: Final = 3.0
 _NO_KEY: Final = bytes(32)
@@ -38,7 +39,7 @@ async def examine(peers: PeersSettings, node: str, environ: Mapping[str, str]) -
             remedy='name whose addresses may connect, like networks = ["10.0.0.0/8"]',
         )
     try:
-        async with Links.open(networks=peers.networks) as links:
+        async with Links.open(networks=peers.networks, tls=PeerTls.of(peers)) as links:
             yield await _listening(host, port, links)
             if peers.directory:
                 yield await _directory(peers.directory, environ)
@@ -54,7 +55,7 @@ async def examine(peers: PeersSettings, node: str, environ: Mapping[str, str]) -
                 if name != node:
                     yield await _peer(Member(name, 0, *address), links)
     except Invalid as error:
-        yield Finding(name="networks", status="fail", detail=error.message, remedy=error.remedy)
+        yield Finding(name="peers", status="fail", detail=error.message, remedy=error.remedy)
 
 
 async def _listening(host: str, port: int, links: Links) -> Finding:

@@ -101,6 +101,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                     node.mesh.peers.owns,
                     listen=settings.peers.listen,
                     networks=settings.peers.networks,
+                    tls=node.mesh.tls,
                 )
             )
             await faces.enter_async_context(node.joined(node.mesh))

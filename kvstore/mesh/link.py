@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -28,6 +29,8 @@ from kvstore.mesh import frames
 from kvstore.mesh.delivery import Delivery
 from kvstore.mesh.members import Member
 from kvstore.mesh.networks import trusting
+from kvstore.mesh.sockets import cut, fill
+from kvstore.mesh.tls import PeerTls, vouches
 from kvstore.objects.threads import until_over
 from tiering import Miss
 
@@ -96,8 +99,8 @@ class Link(Protocol):
 class Links:
     """Links to the members of a mesh, and the threads that they share."""
 
-    def __init__(self, settings: LinkSettings, trusted: Callable[[str], bool]) -> None:
-        self.settings, self.trusted = settings, trusted
+    def __init__(self, settings: LinkSettings, trusted: Callable[[str], bool], tls: PeerTls | None) -> None:
+        self.settings, self.trusted, self.tls = settings, trusted, tls
         self.threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer")
         # Who waits for a bucket must not keep others from what is there; questions are short, and must not wait for blocks.
         self.waiters = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvtier-peer-through")
@@ -106,17 +109,20 @@ class Links:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: LinkSettings | None = None, *, networks: Sequence[str] = ()) -> AsyncIterator[Self]:
+    async def open(
+        cls, settings: LinkSettings | None = None, *, networks: Sequence[str] = (), tls: PeerTls | None = None
+    ) -> AsyncIterator[Self]:
         """For the length of the block. Whoever uses them has left by its end.
 
         Args:
             settings: Bounds.
             networks: Where members may be, whatever a directory says; none: on this host.
+            tls: What members have to show, and are shown; without, connections are plain.
 
         Raises:
             Invalid: No such network.
         """
-        links = cls(settings or LinkSettings(), trusting(networks))
+        links = cls(settings or LinkSettings(), trusting(networks), tls)
         try:
             yield links
         finally:
@@ -215,12 +221,27 @@ class TcpLink:
             sock.close()
             raise OSError(f"{address}, the address of {self._member.node}, is in no network of peers.networks")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._links.tls is not None:
+            return self._secured(sock, self._links.tls)
         # Wait in the kernel, and for so long at most: Python's own timeouts would poll before every read.
         sock.settimeout(None)
         most = struct.pack("@ll", int(settings.silent_s), int(settings.silent_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
         return sock
+
+    def _secured(self, sock: socket.socket, tls: PeerTls) -> ssl.SSLSocket:
+        """With TLS on it, to whom it is meant for. Raises `OSError`."""
+        try:
+            secured = tls.client.wrap_socket(sock)  # within `connect_s`
+        except BaseException:
+            sock.close()
+            raise
+        if not vouches(secured, self._member):
+            secured.close()
+            raise OSError(f"the certificate at {self.host} names neither that address nor {self._member.node}")
+        secured.settimeout(self._links.settings.silent_s)
+        return secured
 
 
 class _Unwanted(Exception):
@@ -243,7 +264,7 @@ class _Exchange:
             self._given_up = True
             if self._sock is not None:
                 with suppress(OSError):  # it may be over already
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                    cut(self._sock)
 
     def _begin(self, first: int) -> bytes:
         """Send the request; the first so many bytes of its answer. A kept connection may turn out dead: then on a new one."""
@@ -251,7 +272,7 @@ class _Exchange:
         if kept is not None:
             try:
                 return self._sent(kept, first)
-            except (ConnectionError, EOFError):
+            except (ConnectionError, EOFError, ssl.SSLError):
                 if self._given_up:
                     raise
                 kept.close()
@@ -263,7 +284,8 @@ class _Exchange:
             if self._given_up:
                 raise ConnectionAbortedError("given up before it was sent")
         sock.sendall(self._request)
-        answer = sock.recv(first, socket.MSG_WAITALL)
+        room = bytearray(first)
+        answer = bytes(room[: fill(sock, memoryview(room))])
         if not answer:
             raise EOFError
         if len(answer) < first:
@@ -282,7 +304,7 @@ class _Exchange:
 
     def _exactly(self, room: memoryview) -> None:
         assert self._sock is not None
-        if self._sock.recv_into(room, 0, socket.MSG_WAITALL) < len(room):
+        if fill(self._sock, room) < len(room):
             raise EOFError
 
 

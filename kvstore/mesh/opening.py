@@ -19,6 +19,7 @@ from kvstore.mesh.members import Directory, Member
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.static import StaticDirectory
 from kvstore.mesh.supplier import PeerSettings
+from kvstore.mesh.tls import PeerTls
 
 log = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[None]]
@@ -33,13 +34,20 @@ class Mesh:
         peers: The origin.
         background: Loops to be kept running, by name.
         reason: What is wrong with the directory now, for people; "" where nothing is.
+        tls: What peers show each other, if anything.
     """
 
     def __init__(
-        self, directory: Directory, peers: Peers, background: dict[str, Work], reason: Callable[[], str], lifetime: AsyncExitStack
+        self,
+        directory: Directory,
+        peers: Peers,
+        background: dict[str, Work],
+        reason: Callable[[], str],
+        tls: PeerTls | None,
+        lifetime: AsyncExitStack,
     ) -> None:
         self.directory, self.peers, self.background, self.reason = directory, peers, background, reason
-        self._lifetime = lifetime
+        self.tls, self._lifetime = tls, lifetime
 
     @classmethod
     @asynccontextmanager
@@ -57,7 +65,7 @@ class Mesh:
             environ: Where a directory's credentials are.
 
         Raises:
-            Invalid: An address that does not fit.
+            Invalid: An address that does not fit, or a certificate that is none.
             Unsupported: A directory is named, and its client is not installed.
         """
         host, port = parse_address(settings.advertise or settings.listen, "peers.advertise")
@@ -65,8 +73,9 @@ class Mesh:
             raise Invalid(
                 f"peers.listen is {settings.listen!r}, which is every interface", remedy="set peers.advertise to what others reach"
             )
+        tls = PeerTls.of(settings)
         async with AsyncExitStack() as lifetime:
-            links = await lifetime.enter_async_context(Links.open(networks=settings.networks))
+            links = await lifetime.enter_async_context(Links.open(networks=settings.networks, tls=tls))
             background: dict[str, Work] = {}
             directory: Directory
             reason: Callable[[], str] = str
@@ -96,7 +105,7 @@ class Mesh:
             opened = Peers.open(node, directory, links, clock, patience, placement=bucket and settings.placement)
             peers = await lifetime.enter_async_context(opened)
             background["peers"] = peers.watch
-            yield cls(directory, peers, background, reason, lifetime)
+            yield cls(directory, peers, background, reason, tls, lifetime)
 
     async def leave(self) -> None:
         """Others are not to ask this node any more. Its loops have ended."""

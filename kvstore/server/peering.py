@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import logging
 import socket
+import ssl
 import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,6 +24,8 @@ from kvstore.ids import Shard
 from kvstore.mesh import frames
 from kvstore.mesh.networks import trusting
 from kvstore.mesh.seldom import Seldom
+from kvstore.mesh.sockets import peek, pour, readable, some, writable
+from kvstore.mesh.tls import PeerTls
 from kvstore.objects.gate import ByteGate
 from kvstore.server.lending import Lending
 from kvstore.service.plane import Plane, TenantTiers
@@ -30,7 +33,6 @@ from tiering import Movers, settled
 
 log = logging.getLogger(__name__)
 _TURN_S: Final = 0.01  # a thread waits so long for a peer to read on; then another is served
-_BUFFERS: Final = 64  # of one system call
 _BAD: Final = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -78,6 +80,7 @@ class Peering:
         tiers: Mapping[str, TenantTiers],
         limits: PeeringLimits,
         clock: Clock,
+        tls: PeerTls | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
@@ -85,7 +88,7 @@ class Peering:
         self._listener, self._trusted, self._lending, self._tiers, self._limits = listener, trusted, lending, tiers, limits
         self._threads = ThreadPoolExecutor(limits.senders, thread_name_prefix="kvtier-peer-send")
         self._visits: dict[asyncio.Task[None], str] = {}
-        self._seldom = Seldom(clock)
+        self._seldom, self._tls = Seldom(clock), tls
 
     @classmethod
     @asynccontextmanager
@@ -100,6 +103,7 @@ class Peering:
         listen: str = "127.0.0.1:0",
         networks: tuple[str, ...] = (),
         limits: PeeringLimits | None = None,
+        tls: PeerTls | None = None,
     ) -> AsyncIterator[Self]:
         """Listen until the end of the block; then what is under way is cut: a peer has other places to ask.
 
@@ -112,6 +116,7 @@ class Peering:
             listen: `host:port`; port 0 takes a free one.
             networks: Whose addresses may connect, such as `10.0.0.0/8`; none: this host's alone.
             limits: Bounds.
+            tls: Whose certificates are believed; without, nobody is asked for one.
 
         Raises:
             Invalid: No such network or address, or an address beyond loopback with no networks.
@@ -123,7 +128,7 @@ class Peering:
         most = min([limits.lent, *(each.dram.limit // 4 for each in tiers.values())])
         gate = ByteGate(max(1, most), limits.tiers_s)
         lending = Lending(plane, tiers, movers, clock, owns, gate, tiers_s=limits.tiers_s, through_s=limits.through_s)
-        self = cls(listener, trusted, lending, tiers, limits, clock)
+        self = cls(listener, trusted, lending, tiers, limits, clock, tls)
         accepting = asyncio.create_task(self._accept())
         try:
             yield self
@@ -168,6 +173,9 @@ class Peering:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_TURN_S * 1e6)))
         try:
+            if self._tls is not None:
+                sock = secured = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                await self._shake_hands(secured)
             while True:
                 async with asyncio.timeout(self._limits.idle_s):
                     path, body = await _request(sock)
@@ -185,10 +193,30 @@ class Peering:
                 sock.send(_BAD)
         except TimeoutError:
             self.counts["connections idle or stalled"] += 1
+        except _Unverified as error:
+            self.counts["connections unverified"] += 1
+            if self._seldom("unverified"):
+                log.warning("%s connected, and shows no certificate of peers.tls_ca: %s", host, error)
         except (OSError, EOFError):
             pass  # it left
         finally:
             sock.close()
+
+    async def _shake_hands(self, sock: ssl.SSLSocket) -> None:
+        """Steps on a thread, for they compute; between them nothing waits for a peer but this task."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._limits.stall_s):
+            while True:
+                try:
+                    await settled(loop.run_in_executor(self._threads, sock.do_handshake))
+                except ssl.SSLWantReadError:
+                    await readable(sock)
+                except ssl.SSLWantWriteError:
+                    await writable(sock)
+                except ssl.SSLError as error:
+                    raise _Unverified(error.reason or str(error)) from None
+                else:
+                    return
 
     async def _holds(self, sock: socket.socket, packed: bytes) -> None:
         if len(packed) % 32 or len(packed) > 32 * frames.MOST_KEYS:
@@ -228,40 +256,12 @@ class Peering:
         rest = deque(buffers)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.stall_s + sum(each.nbytes for each in buffers) / self._limits.slowest):
-            while not await settled(loop.run_in_executor(self._threads, _push, sock, rest)):
-                await _writable(sock)
+            while not await settled(loop.run_in_executor(self._threads, pour, sock, rest, _TURN_S)):
+                await writable(sock)
 
 
-def _push(sock: socket.socket, rest: deque[memoryview]) -> bool:
-    """On a thread: send what the kernel takes now, and wait a moment for it to take more. Whether all is sent."""
-    sock.setblocking(True)  # the kernel's own deadline holds: `_TURN_S`
-    try:
-        while rest:
-            sent = sock.sendmsg([rest[at] for at in range(min(_BUFFERS, len(rest)))])
-            while rest and sent >= rest[0].nbytes:
-                sent -= rest.popleft().nbytes
-            if sent:
-                rest[0] = rest[0][sent:]
-    except BlockingIOError:
-        return False
-    finally:
-        sock.setblocking(False)
-    return True
-
-
-async def _writable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def go_on() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_writer(sock.fileno(), go_on)
-    try:
-        await ready
-    finally:
-        loop.remove_writer(sock.fileno())
+class _Unverified(Exception):
+    """Whoever connects is no peer."""
 
 
 @asynccontextmanager
@@ -275,7 +275,7 @@ async def _noticing(sock: socket.socket) -> AsyncIterator[None]:
         nonlocal left
         loop.remove_reader(sock.fileno())
         with suppress(BlockingIOError):
-            left = not _peek(sock)  # it may have the answer already, and ask for more
+            left = not peek(sock)  # it may have the answer already, and ask for more
         if left:
             task.cancel()
 
@@ -290,13 +290,6 @@ async def _noticing(sock: socket.socket) -> AsyncIterator[None]:
         loop.remove_reader(sock.fileno())
 
 
-def _peek(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except ConnectionError:
-        return b""
-
-
 async def _request(sock: socket.socket) -> tuple[str, bytes]:
     """Path and body of the next request.
 
@@ -304,26 +297,18 @@ async def _request(sock: socket.socket) -> tuple[str, bytes]:
         Malformed: It is none that a peer makes.
         EOFError: There is none.
     """
-    loop = asyncio.get_running_loop()
     data = bytearray()
     while (end := data.find(b"\r\n\r\n")) < 0:
         if len(data) > frames.MOST_HEAD:
             raise frames.Malformed(f"a head of more than {frames.MOST_HEAD} bytes")
-        data += await _some(loop, sock, frames.MOST_HEAD)
+        data += await some(sock, frames.MOST_HEAD)
     path, length = _parsed(bytes(data[:end]))
     del data[: end + 4]
     while len(data) < length:
-        data += await _some(loop, sock, min(length - len(data), 1 << 16))
+        data += await some(sock, min(length - len(data), 1 << 16))
     if len(data) > length:
         raise frames.Malformed("more than one request at a time")
     return path, bytes(data)
-
-
-async def _some(loop: asyncio.AbstractEventLoop, sock: socket.socket, most: int) -> bytes:
-    got = await loop.sock_recv(sock, most)
-    if not got:
-        raise EOFError
-    return got
 
 
 def _parsed(head: bytes) -> tuple[str, int]:

@@ -105,7 +105,7 @@ class Counted:
 
 @asynccontextmanager
 async def mesh_node(
-    name, *, dram=32 << 20, bucket=None, nvme=None, limits=None, settings=None, links=None, networks=(), placement=True
+    name, *, dram=32 << 20, bucket=None, nvme=None, limits=None, settings=None, links=None, networks=(), placement=True, tls=None
 ):
     clock, directory = SystemClock(), Told()
     async with AsyncExitStack() as life:
@@ -113,14 +113,14 @@ async def mesh_node(
         movers = await enter(Movers.open())
         tier = await enter(DramTier.open("dram", dram, movers))
         disk = await enter(DiskTier.open(nvme, 64 << 20, movers)) if nvme else None
-        lines = await enter(Links.open(links))
+        lines = await enter(Links.open(links, tls=tls))
         peers = await enter(Peers.open(name, directory, lines, clock, settings, placement=placement))
         origins = [peers, bucket] if bucket is not None else [peers]
         stack = await enter(Stack.open(tier, disk, origins, StackSettings(lenders=frozenset({"peer"}))))
         tiers = {ME: TenantTiers(tier, stack, ())}
         plane = Plane(tiers, Registry(None), None, clock, movers, Turns(speculative=1))
         life.push_async_callback(plane.aclose)
-        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits, networks=networks)
+        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits, networks=networks, tls=tls)
         yield MeshNode(name, directory, lines, peers, tier, stack, await enter(opening))
 
 
