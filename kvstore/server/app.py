@@ -18,6 +18,8 @@ from kvstore import api
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
+from kvstore.server.auth import Door, access_of, authenticated, check_exposed, door, needs
+from kvstore.server.console import console_routes
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
 from kvstore.server.limits import STANDARD, Limits
@@ -149,6 +151,7 @@ def application(
     app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
     app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])
+    app.add_routes(console_routes("node"))
     return app
 
 

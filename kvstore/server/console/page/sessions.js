@@ -1,0 +1,127 @@
+// Sessions by the beginning of their ids, in pages; beside them, the one that was chosen.
+
+import { get } from "./api.js";
+import { Table, h, panel, text } from "./dom.js";
+import { ago, bytes, count, exactly, name } from "./format.js";
+import { SessionPanel } from "./session.js";
+
+const PAGE = 50, TYPING_MS = 300;
+export const keyOf = (session) => JSON.stringify([session.id, session.namespace, session.lane]);
+export const linkOf = (session) => `#/sessions/${[session.id, session.namespace, session.lane].map(encodeURIComponent).join("/")}`;
+
+function when(at) {
+  return h("time", at ? { datetime: new Date(at * 1000).toISOString(), title: exactly(at) } : {}, ago(at));
+}
+
+export class SessionsView {
+  constructor(state) {
+    this.state = state;
+    this.sessions = [];
+    this.cursor = "";
+    this.asked = 0;
+    this.chosen = "";
+    this.input = h("input", { id: "prefix", type: "search", autocomplete: "off", spellcheck: "false", oninput: () => this.#typed() });
+    this.table = new Table("Sessions", [
+      { name: "Session", header: true, class: "id wide", cell: (each, before) => this.#link(each, before) },
+      { name: "Version", num: true, cell: (each) => count(each.version) },
+      { name: "Tokens", num: true, cell: (each) => count(each.tokens) },
+      { name: "Stored", num: true, cell: (each) => bytes(each.bytes) },
+      { name: "Written", num: true, cell: (each) => when(each.updated) },
+      { name: "Expires", num: true, cell: (each) => (each.pinned ? "pinned" : each.expires ? when(each.expires) : "never") },
+    ], { key: keyOf, empty: "No session has an id that begins so." });
+    this.more = h("button", { type: "button", hidden: true, onclick: () => this.#load() }, "More");
+    this.said = h("p", { class: "note", role: "status" });
+    this.panel = new SessionPanel(this);
+    const search = h("form", { class: "search", role: "search", onsubmit: (event) => { event.preventDefault(); this.refresh(); } },
+      h("label", { for: "prefix" }, "Ids that begin with"), this.input, h("button", { type: "submit" }, "Search"));
+    this.list = panel("Sessions", { class: "list", actions: h("button", { type: "button", class: "quiet", onclick: () => this.refresh() }, "Refresh") },
+      search, this.table.element, h("div", { class: "after" }, this.said, this.more));
+    this.element = h("div", { class: "split" }, this.list, this.panel.element);
+    this.loaded = this.refresh();
+  }
+
+  show() {
+    this.panel.allow(this.state.samples.latest);
+  }
+
+  signedIn() {
+    this.loaded = this.refresh();
+    this.panel.refresh();
+  }
+
+  /** `parts`: id, namespace and lane of the session to show; nothing shows the list alone. */
+  async route(parts) {
+    const [id = "", namespace = "", lane = ""] = parts;
+    const chosen = id ? { id, namespace, lane } : null;
+    this.chosen = chosen ? keyOf(chosen) : "";
+    this.element.classList.toggle("open", Boolean(chosen));
+    this.#mark();
+    await this.panel.open(chosen);
+  }
+
+  /** From the first page again. */
+  async refresh() {
+    this.cursor = "";
+    await this.#load({ anew: true });
+  }
+
+  /** Sessions of a family that are on the pages loaded. */
+  family(family) {
+    return this.sessions.filter((each) => each.family === family);
+  }
+
+  /** Takes a session as it is now; null: it is gone. */
+  changed(before, after) {
+    const at = this.sessions.findIndex((each) => keyOf(each) === keyOf(before));
+    if (at >= 0) this.sessions.splice(at, 1, ...(after ? [after] : []));
+    this.table.show(this.sessions);
+  }
+
+  #typed() {
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => this.refresh(), TYPING_MS);
+  }
+
+  async #load({ anew = false } = {}) {
+    clearTimeout(this.typing);
+    const asked = (this.asked += 1);
+    const query = new URLSearchParams({ prefix: this.input.value, cursor: this.cursor, limit: PAGE });
+    this.table.element.setAttribute("aria-busy", "true");
+    try {
+      const page = await get(`/v1/sessions?${query}`, { patience: 60_000 });
+      if (asked !== this.asked) return; // somebody typed on
+      this.sessions = anew ? page.sessions : [...this.sessions, ...page.sessions];
+      this.cursor = page.cursor;
+      this.table.show(this.sessions);
+      this.#mark();
+      this.more.hidden = !page.cursor;
+      text(this.said, this.sessions.length ? `${count(this.sessions.length)} sessions${page.cursor ? ", and more" : ""}` : "");
+    } catch (problem) {
+      if (asked !== this.asked) return;
+      if (anew) this.table.show((this.sessions = []));
+      this.table.note.hidden = true;
+      this.more.hidden = true;
+      text(this.said, [problem.message, problem.remedy].filter(Boolean).join(": "));
+    } finally {
+      if (asked === this.asked) this.table.element.removeAttribute("aria-busy");
+    }
+  }
+
+  #link(session, before) {
+    const node = before instanceof Element ? before : h("a", {}, h("bdi"));
+    node.href = linkOf(session);
+    text(node.firstChild, name(session.id));
+    node.title = `namespace ${session.namespace.slice(0, 12)}, lane ${session.lane}`;
+    return node;
+  }
+
+  #mark() {
+    for (const row of this.table.body.children) {
+      const chosen = row.dataset.key === this.chosen;
+      row.classList.toggle("chosen", chosen);
+      const link = row.querySelector("a");
+      if (chosen) link.setAttribute("aria-current", "true");
+      else link.removeAttribute("aria-current");
+    }
+  }
+}
