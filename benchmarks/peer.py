@@ -4,7 +4,10 @@ Every round measures every case once, in random order, each after an untimed pas
 ratio is the median over rounds of ours by the baseline in the same round. A stream is a reader that wants a session, and one bare
 connection.
 
-    python benchmarks/peer.py [--rounds 5] [--sizes 2,32] [--streams 1,8] [--peers KIT] [--slow]
+    python benchmarks/peer.py [--rounds 5] [--sizes 2,32] [--streams 1,8] [--peers KIT] [--tls FOLDER] [--slow]
+
+With `--tls` nodes show each other node.pem of that folder, made for 127.0.0.1 as docs/mesh.md says, with node.key and mesh.pem. The
+bare `send` goes through TLS then, too, and `sendfile` does not.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from kvstore.lifecycle.prestage import Turns
 from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.peers import Peers
+from kvstore.mesh.sockets import fill
 from kvstore.mesh.supplier import PeerSettings
+from kvstore.mesh.tls import PeerTls
 from kvstore.repo import BlockWant, want
 from kvstore.server import loop
 from kvstore.server.peering import Peering
@@ -100,11 +105,14 @@ class _Node:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, name: str, member: Member | None, movers: Movers, sizes: int) -> AsyncIterator[_Node]:
+    async def open(
+        cls, name: str, member: Member | None, movers: Movers, sizes: int, tls: PeerTls | None = None
+    ) -> AsyncIterator[_Node]:
         clock = SystemClock()
         async with AsyncExitStack() as life:
             dram = await life.enter_async_context(DramTier.open("dram", (sizes * _SET + 128) * MIB, movers))
-            links = await life.enter_async_context(Links.open(networks=["0.0.0.0/0"]))  # the slow link is in a network of its own
+            everywhere = ["0.0.0.0/0"]  # the slow link is in a network of its own
+            links = await life.enter_async_context(Links.open(networks=everywhere, tls=tls))
             patient = PeerSettings(patience_s=60)
             peers = await life.enter_async_context(Peers.open(name, _Directory(member), links, clock, patient, placement=False))
             lent = StackSettings(lenders=frozenset({"peer"}))
@@ -118,16 +126,21 @@ class _Node:
 # --- the process that has the blocks ---
 
 
-async def serve(sizes: Sequence[int], listen: str, networks: tuple[str, ...]) -> None:
+async def serve(sizes: Sequence[int], listen: str, networks: tuple[str, ...], tls: PeerTls | None) -> None:
     """Until its input ends."""
     async with Movers.open() as movers, _Node.open("there", None, movers, len(sizes)) as node:
         places = {mib: [_publish(node, each, index) for index, each in enumerate(wants(mib))] for mib in sizes}
         host = listen.rpartition(":")[0]
         raw = socket.create_server((host, 0))
-        threading.Thread(target=_serve_raw, args=(raw, node.dram), daemon=True).start()
-        opening = Peering.open(node.plane, node.tiers, movers, SystemClock(), lambda _: False, listen=listen, networks=networks)
+        secured = socket.create_server((host, 0))
+        for listener, shows in ((raw, None), (secured, tls)):
+            threading.Thread(target=_serve_raw, args=(listener, node.dram, shows), daemon=True).start()
+        opening = Peering.open(
+            node.plane, node.tiers, movers, SystemClock(), lambda _: False, listen=listen, networks=networks, tls=tls
+        )
         async with opening as peering:
-            where = {"port": peering.address[1], "raw": raw.getsockname()[1], "places": places}
+            ports = {"port": peering.address[1], "raw": raw.getsockname()[1], "secured": secured.getsockname()[1]}
+            where = {**ports, "places": places}
             print(msgspec.json.encode(where).decode(), flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 if line.strip() == "counts":
@@ -154,16 +167,19 @@ def _payload(nbytes: int, seed: int) -> memoryview:
     return (values.view(np.uint32) >> 16).astype(np.uint16).data.cast("B")
 
 
-def _serve_raw(listener: socket.socket, dram: DramTier) -> None:
+def _serve_raw(listener: socket.socket, dram: DramTier, tls: PeerTls | None) -> None:
     """The bare transfer: 24 bytes say how, from where and how much."""
     while True:
         sock, _ = listener.accept()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            sock = tls.server.wrap_socket(sock, server_side=True)
         threading.Thread(target=_answer_raw, args=(sock, dram), daemon=True).start()
 
 
 def _answer_raw(sock: socket.socket, dram: DramTier) -> None:
-    while len(asked := sock.recv(24, socket.MSG_WAITALL)) == 24:
+    asked = bytearray(24)
+    while fill(sock, memoryview(asked)) == 24:
         copies, offset, nbytes = (int.from_bytes(asked[at : at + 8], "little") for at in (0, 8, 16))
         if copies:
             sock.sendall(dram.memory[offset : offset + nbytes])
@@ -179,8 +195,9 @@ def _answer_raw(sock: socket.socket, dram: DramTier) -> None:
 class Client:
     """Measures one case at a time: seconds, and CPU-seconds of this process."""
 
-    def __init__(self, node: _Node, host: str, where: Mapping[str, object]) -> None:
-        self._node, self._raw = node, (host, int(str(where["raw"])))
+    def __init__(self, node: _Node, host: str, where: Mapping[str, object], tls: PeerTls | None) -> None:
+        self._node, self._tls = node, tls
+        self._raw, self._secured = ((host, int(str(where[name]))) for name in ("raw", "secured"))
         places = msgspec.convert(where["places"], dict[int, list[tuple[int, int]]], strict=False)
         self.places = places
         self._wants = {mib: wants(mib) for mib in places}
@@ -206,7 +223,11 @@ class Client:
             await asyncio.gather(*works)
 
     def _fetch(self, places: Sequence[tuple[int, int]], copies: bool) -> None:
-        with socket.create_connection(self._raw) as sock:
+        tls = self._tls if copies else None
+        with ExitStack() as closing:
+            sock = closing.enter_context(socket.create_connection(self._secured if tls else self._raw))
+            if tls is not None:
+                sock = closing.enter_context(tls.client.wrap_socket(sock))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             ask = [number.to_bytes(8, "little") for place in places for number in (int(copies), *place)]
             sock.sendall(b"".join(ask))
@@ -214,7 +235,7 @@ class Client:
             for offset, nbytes in places:
                 for at in range(offset, offset + nbytes, _SLICE):
                     end = min(at + _SLICE, offset + nbytes)
-                    assert sock.recv_into(memory[at:end], 0, socket.MSG_WAITALL) == end - at
+                    assert fill(sock, memory[at:end]) == end - at
 
     async def lone(self, mib: int, times: list[float]) -> None:
         """Blocks one after the other."""
@@ -246,16 +267,17 @@ def _there(*more: str, prefix: Sequence[str] = ()) -> Iterator[tuple[subprocess.
         process.wait()
 
 
-async def fast(sizes: Sequence[int], streams: Sequence[int], rounds: int, kit: Path | None) -> None:
+async def fast(sizes: Sequence[int], streams: Sequence[int], rounds: int, kit: Path | None, folder: str) -> None:
     """At loopback speed."""
     order = random.Random(_SEED)
     with ExitStack() as lifetime:
-        process, where = lifetime.enter_context(_there("--sizes", ",".join(map(str, sizes))))
+        process, where = lifetime.enter_context(_there("--sizes", ",".join(map(str, sizes)), "--tls", folder))
         mooncake = _mooncake(kit, lifetime) if kit else None
         async with Movers.open() as movers:
             member = Member("there", 1, "127.0.0.1", int(str(where["port"])))
-            async with _Node.open("here", member, movers, len(sizes)) as node:
-                client = Client(node, "127.0.0.1", where)
+            tls = _tls(folder)
+            async with _Node.open("here", member, movers, len(sizes), tls) as node:
+                client = Client(node, "127.0.0.1", where, tls)
                 for mib in sizes:
                     await _measure(client, mib, streams, rounds, order, mooncake)
         print(msgspec.json.encode({"name": "peer_coded_at_loopback", "counts": _counts(process)}).decode(), flush=True)
@@ -394,6 +416,10 @@ async def slow() -> None:
                         got.release()
 
 
+def _tls(folder: str) -> PeerTls | None:
+    return PeerTls(*(f"{folder}/{name}" for name in ("node.pem", "node.key", "mesh.pem"))) if folder else None
+
+
 def main() -> None:
     """One process wants, the other has."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -401,6 +427,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="2,32", help="MiB")
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--peers", type=Path, help="the kit with workers for other systems; PEERS says where its packages are")
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="TLS between the nodes")
     parser.add_argument("--slow", action="store_true", help="over 100 Mbit/s")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--listen", default="127.0.0.1:0", help=argparse.SUPPRESS)
@@ -408,11 +435,11 @@ def main() -> None:
     asked = parser.parse_args()
     sizes = [int(text) for text in asked.sizes.split(",")]
     if asked.serve:
-        loop.run(serve(sizes, asked.listen, tuple(filter(None, asked.networks.split(",")))))
+        loop.run(serve(sizes, asked.listen, tuple(filter(None, asked.networks.split(","))), _tls(asked.tls)))
     elif asked.slow:
         loop.run(slow())
     else:
-        loop.run(fast(sizes, [int(text) for text in asked.streams.split(",")], asked.rounds, asked.peers))
+        loop.run(fast(sizes, [int(text) for text in asked.streams.split(",")], asked.rounds, asked.peers, asked.tls))
 
 
 if __name__ == "__main__":
