@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "replay": ("replay", "Nodes, tiers and routers on a trace, simulated: hits, time to first token, balance, bytes, cost."),
     "sessions": ("sessions", "Look at sessions and change their lives: ls, create, show, restore, fork, rewind, ..."),
     "namespaces": ("namespaces", "What is stored for which model; rm after a weight update."),
+    "tokens": ("tokens", "Access tokens of the HTTP API: create, ls, rm."),
     "tenants": ("tenants", "All that one tenant has: rm."),
     "warm": ("warm", "Publish a session's prefix, pinned, for everyone in the tenant."),
     "collect": ("collect", "Delete from the bucket what no session names any more."),
