@@ -49,6 +49,8 @@ class KVTierError(Exception):
         self.kind = kind or self.default_kind
         self.facts = facts
         self._remedy = remedy
+        if remedy:
+            self.add_note(f"What to do: {remedy}")  # where only a traceback is shown, as by an engine that does not start
 
     @property
     def remedy(self) -> str:

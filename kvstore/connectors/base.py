@@ -76,7 +76,10 @@ def rope_text(config: Mapping[str, Any]) -> str:
     for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
         kind = part.get("rope_type", part.get("type"))
         if kind in _LENGTH_DEPENDENT_ROPE:
-            raise Unsupported(f"RoPE of type {kind!r} makes the keys of a prefix depend on the length of the whole sequence")
+            raise Unsupported(
+                f"RoPE of type {kind!r} makes the keys of a prefix depend on the length of the whole sequence",
+                remedy="run this model without kvtier, or with a RoPE that does not depend on it",
+            )
     return canonical_json(rope) if rope else ""
 
 

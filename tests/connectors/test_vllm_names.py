@@ -101,7 +101,9 @@ def test_blocks_that_do_not_divide_are_refused_with_one_that_does(torch, page, w
         ({"cache": {"enable_prefix_caching": False}}, "prefix caching"),
         ({"cache": {"calculate_kv_scales": True}}, "scales"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size"),
         ({"speculative": SimpleNamespace(method="eagle")}, "drafting"),
+        ({"speculative": SimpleNamespace(method="draft_model")}, "drafting"),
         ({"specs": {"kind": MambaSpec}}, "MambaSpec"),
         ({"specs": {"head_size_v": 8}}, "different lengths"),
         ({"specs": {"state_content_bytes": 99}}, "packed"),
@@ -119,8 +121,17 @@ def test_what_cannot_be_held_is_refused(torch, changes, says):
     vars(vllm_config.cache_config).update(extra["cache"])
     vars(vllm_config.parallel_config).update(extra["parallel"])
     vllm_config.speculative_config = speculative
-    with pytest.raises(Unsupported, match=says):
+    with pytest.raises(Unsupported, match=says) as refused:
         model_of(vllm_config, kv_cache_config, Settings(url=URL))
+    (shown,) = refused.value.__notes__  # under the traceback, which is all that an engine prints
+    assert shown == f"What to do: {refused.value.remedy}"
+
+
+def test_drafts_without_kv_of_their_own_are_none_of_the_connectors_business(torch):
+    vllm_config, kv_cache_config = configs(torch)
+    plain = model_of(vllm_config, kv_cache_config, Settings(url=URL))
+    vllm_config.speculative_config = SimpleNamespace(method="ngram")
+    assert model_of(vllm_config, kv_cache_config, Settings(url=URL)) == plain
 
 
 def test_groups_of_different_shapes_are_refused(torch):
