@@ -23,9 +23,10 @@ from kvstore.gateway.engines import LOOK, Engine, Engines
 from kvstore.gateway.failing import told
 from kvstore.gateway.proxy import MOST_BODY, Proxy
 from kvstore.gateway.reading import read
-from kvstore.gateway.routes import RouteAsked, RouteChoice, Routes
+from kvstore.gateway.routes import Decision, RouteAsked, RouteChoice, Routes
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
+from kvstore.server.console import console_routes
 from kvstore.server.problems import problems
 from kvstore.service.supervisor import Supervisor
 
@@ -125,12 +126,14 @@ class _Face:
                 web.get("/v1/models", self.models),
                 web.post("/v1/route", self.route),
                 web.get("/v1/engines", self.engines),
+                web.get("/v1/decisions", self.decisions),
                 web.post("/v1/engines/{name}/{what:drain|resume}", self.drain),
                 web.get("/healthz", self.healthy),
                 web.get("/readyz", self.ready),
                 web.get("/metrics", self.metrics),
             ]
         )
+        app.add_routes(console_routes("gateway"))
         return app
 
     async def models(self, request: web.Request) -> web.Response:
@@ -181,6 +184,10 @@ class _Face:
         """All of them."""
         return _json([_state(engine) for engine in self._engines.all.values()])
 
+    async def decisions(self, _: web.Request) -> web.Response:
+        """The last ones, newest first."""
+        return _json(self._routing.decisions.shown())
+
     async def drain(self, request: web.Request) -> web.Response:
         """No more requests to one, or again."""
         engine = self._engines.get(request.match_info["name"])
@@ -210,7 +217,7 @@ async def _unsigned(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.popall("Server", None)
 
 
-def _json(value: msgspec.Struct | list[EngineState]) -> web.Response:
+def _json(value: msgspec.Struct | list[EngineState] | list[Decision]) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,6 +16,7 @@ from kvstore import codec
 from kvstore.connectors.revisions import model_name
 from kvstore.errors import Invalid, Overloaded, Unavailable
 from kvstore.gateway.asked import LONGEST, Asked
+from kvstore.gateway.decisions import Decisions
 from kvstore.gateway.engines import Engine, Engines
 from kvstore.gateway.whereabouts import Whereabouts
 from kvstore.gateway.words import Words
@@ -60,16 +61,19 @@ class Plan:
 
     def sent(self, engine: Engine) -> Trip:
         """It goes there."""
-        return Trip(self._routing, engine, self._prompt, self.priced.get(engine.name))
+        return Trip(self._routing, engine, self._prompt, self.priced.get(engine.name), self.priced.values())
 
 
 class Trip:
     """A request at an engine."""
 
-    def __init__(self, routing: Routing, engine: Engine, prompt: Prompt | None, priced: Priced | None) -> None:
+    def __init__(
+        self, routing: Routing, engine: Engine, prompt: Prompt | None, priced: Priced | None, others: Iterable[Priced]
+    ) -> None:
         self._routing, self._engine, self._priced = routing, engine, priced
         self._keys = set(prompt.keys) if prompt is not None else set[bytes]()
         self._ticket: Ticket | None = None
+        self._number = routing.decisions.made(engine.name, others)
         if prompt is not None and priced is not None:
             self._ticket = routing.router.chosen(prompt, priced)
             if engine.settings.node:
@@ -77,6 +81,7 @@ class Trip:
 
     def first_byte(self, seconds: float) -> None:
         """What was predicted for this engine is compared with what it took."""
+        self._routing.decisions.first_byte(self._number, seconds)
         if self._ticket is None or self._priced is None:
             return
         self._routing.router.answered(self._ticket)
@@ -86,6 +91,7 @@ class Trip:
 
     def over(self) -> None:
         """Whatever came of it, it does not wait there any more."""
+        self._routing.decisions.over(self._number)
         if self._ticket is not None:
             self._routing.router.answered(self._ticket)
             if self._engine.settings.node:
@@ -141,6 +147,7 @@ class Routing:
     Attributes:
         router: What ranks.
         fresh: What is being computed.
+        decisions: The last ones.
         whereabouts: What nodes are asked.
     """
 
@@ -157,6 +164,7 @@ class Routing:
         self._model = model_name(model) if model else ""
         self.router = Router(monotonic, jitter)
         self.fresh = Fresh(monotonic)
+        self.decisions = Decisions(monotonic)
         beside = {each.settings.node: Shard(ranks=each.settings.ranks) for each in engines.all.values() if each.settings.node}
         self.whereabouts = Whereabouts(self.router, beside, monotonic)
         self._namespace = Namespace(

@@ -32,6 +32,27 @@ class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Priced
 
 
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/decisions`: one request that was sent to an engine, and why there.
+
+    Attributes:
+        number: Counts them.
+        age_s: Seconds since it was sent.
+        engine: Where to.
+        candidates: What was predicted for it and for others, the cheapest first; empty where nothing was known of the prompt, which
+            then went by load.
+        first_byte_ms: What it took to the first byte; None where it has not come, or the answer did not stream.
+        under_way: Whether the engine works on it.
+    """
+
+    number: int
+    age_s: float
+    engine: str
+    candidates: list[Priced]
+    first_byte_ms: float | None = None
+    under_way: bool = True
+
+
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: the cheapest first."""
 

@@ -2,7 +2,8 @@
 
 import { post } from "./api.js";
 import { Facts, Table, h, panel, text } from "./dom.js";
-import { ago, bytes, count, duration, name, short } from "./format.js";
+import { ago, bytes, count, duration, milliseconds, name } from "./format.js";
+import { learn, namespace } from "./names.js";
 
 const MEANS = {
   expired: "their time to live is over, or only such sessions name them",
@@ -17,7 +18,7 @@ export class CollectorView {
   constructor() {
     this.last = new Facts();
     this.usage = new Table("Live blocks by namespace", [
-      { name: "Namespace", header: true, class: "code", cell: (each) => short(each.namespace) },
+      { name: "Namespace", header: true, class: "wide", cell: (each) => namespace(each.namespace) },
       { name: "Blocks", num: true, cell: (each) => count(each.blocks) },
       { name: "Stored", num: true, cell: (each) => bytes(each.bytes) },
     ], { key: (each) => each.namespace, empty: "Not known until a collection has run." });
@@ -35,9 +36,11 @@ export class CollectorView {
       { name: "Reason", cell: (each) => each.reason },
       { name: "Size", num: true, cell: (each) => bytes(each.size) },
     ], { key: (each) => `${each.kind} ${each.key} ${each.gen} ${each.branch}`, empty: "Nothing would go." });
-    this.found = h("div", { hidden: true }, this.would.element, h("h3", {}, "By reason"), this.reasons.element, h("h3", {}, "Examples"), this.examples.element);
+    this.found = h("div", { hidden: true },
+      h("div", { class: "columns" }, this.would.element, h("div", {}, h("h3", {}, "By reason"), this.reasons.element)),
+      h("h3", {}, "Examples"), this.examples.element);
     this.element = h("div", {},
-      h("div", { class: "columns two" },
+      h("div", { class: "columns" },
         panel("Collections by this node", {}, this.last.element),
         panel("Live blocks by namespace", {}, this.usage.element)),
       panel("What the next one would do", { actions: this.button }, this.said, this.found));
@@ -50,11 +53,12 @@ export class CollectorView {
     this.last.show([
       ["Last success", stats.last_success ? ago(stats.last_success) : "none since the node started"],
       ["Now", stats.running ? `running: ${count(stats.heads)} heads and ${count(stats.listed)} objects seen` : "resting"],
-      ["Runs", runs || "none"],
+      ["Runs, dry ones too", runs || "none"],
       ["Overdue", stats.late_s > 60 ? duration(stats.late_s) : null, "warn"],
       ["Deleted", `${count(stats.deleted)} objects, ${bytes(stats.freed)}`],
       ["Error", name(stats.error), "bad"],
     ]);
+    learn(stats.usage.map((each) => each.namespace));
     this.usage.show(stats.usage);
   }
 
@@ -64,7 +68,7 @@ export class CollectorView {
     const begun = performance.now();
     try {
       this.#found(await post("/v1/collect", { dry_run: true }, { patience: 0 }));
-      text(this.said, `Nothing was changed. It took ${((performance.now() - begun) / 1000).toFixed(1)} s.`);
+      text(this.said, `Nothing was changed. It took ${milliseconds(performance.now() - begun)}.`);
     } catch (problem) {
       this.found.hidden = true;
       text(this.said, `${problem.status === 403 ? "This token may not collect: " : ""}${problem.message}${problem.remedy ? `: ${problem.remedy}` : ""}`);

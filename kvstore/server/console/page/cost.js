@@ -1,10 +1,71 @@
-// What the bucket is estimated to cost, by tenant and namespace.
+// What each tenant and namespace cost and saved on this node, by the prices that it was told.
 
-import { Table, h, panel } from "./dom.js";
-import { name } from "./format.js";
+import { Facts, Table, h, panel } from "./dom.js";
+import { NONE, bytes, count, duration, name, short } from "./format.js";
+
+const total = (counts) => Object.values(counts).reduce((all, each) => all + each, 0);
+const spelled = (counts) => Object.entries(counts).map(([what, n]) => `${name(what)} ${count(n)}`).join(", ") || NONE;
+const seconds = (value) => (value < 0 ? `−${duration(-value)}` : duration(value));
+
+/** Small sums keep the digits that say something. */
+const money = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(Math.abs(value) >= 1 || !value ? 2 : 4)}`;
+
+const PRICED = {
+  put_1000: "1,000 PUT or COPY",
+  get_1000: "1,000 GET or HEAD",
+  list_1000: "1,000 LIST",
+  gb_month: "GB stored, a month",
+  gb_egress: "GB read",
+  gpu_hour: "GPU, an hour",
+};
+
+function whose(cost) {
+  const namespace = cost.model || (cost.namespace.length > 16 ? short(cost.namespace) : cost.namespace) || (cost.tenant ? "no namespace" : "the node's own work");
+  return name(cost.tenant ? `${cost.tenant} / ${namespace}` : namespace);
+}
 
 export class CostView {
   constructor() {
-    this.element = h("div", {}, panel("Cost", {}, h("p", { class: "empty" }, "Not reported by this node.")));
+    this.money = new Table("Estimated cost and saving", [
+      { name: "Tenant and model", header: true, class: "wide", cell: whose },
+      { name: "Requests", num: true, cell: (each) => money(each.requests_cost) },
+      { name: "Egress", num: true, cell: (each) => money(each.egress_cost) },
+      { name: "Storage, a month", num: true, cell: (each) => money(each.month_cost) },
+      { name: "Computing avoided", num: true, cell: (each) => (each.recompute_s ? seconds(each.avoided_s) : NONE) },
+      { name: "Saved", num: true, cell: (each) => (each.recompute_s ? money(each.saved) : NONE) },
+    ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
+    this.counts = new Table("What was counted", [
+      { name: "Tenant and model", header: true, class: "wide", cell: whose },
+      { name: "Store requests", num: true, cell: (each) => count(total(each.requests)) },
+      { name: "Sent", num: true, cell: (each) => bytes(each.sent) },
+      { name: "Fetched", num: true, cell: (each) => bytes(each.fetched) },
+      { name: "Stored", num: true, cell: (each) => bytes(each.stored) },
+      { name: "Waited for loads", num: true, cell: (each) => `${each.load_s.toFixed(1)} s` },
+      { name: "Tokens given", class: "wide", cell: (each) => spelled(each.tokens) },
+    ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
+    this.prices = new Facts();
+    this.empty = h("p", { class: "empty" }, "This node reports no cost.");
+    this.unit = h("p", { class: "note" });
+    this.element = h("div", {}, panel("Estimated, since this node started", {}, this.empty, this.money.element, this.unit),
+      panel("Counted, since this node started", {}, this.counts.element),
+      panel("Prices", {}, this.prices.element));
+  }
+
+  show({ samples }) {
+    const stats = samples.latest;
+    if (!stats) return;
+    const known = Array.isArray(stats.cost);
+    this.empty.hidden = known;
+    this.money.element.hidden = !known;
+    if (!known) return;
+    const prices = stats.prices ?? {};
+    const sparing = stats.cost.some((each) => each.recompute_s);
+    this.unit.textContent = `${prices.currency ? `In ${name(prices.currency)}, by [prices] of this node's settings. ` : ""}${sparing ? "Computing avoided: at the rate that the settings state, less the time that loading took." : "Without a rate of computing (prices.prefill), what was avoided is not estimated."}`;
+    this.money.show(stats.cost);
+    this.counts.show(stats.cost);
+    this.prices.show([
+      ["Source", name(prices.source ?? "")],
+      ...Object.entries(PRICED).map(([field, what]) => [what, prices[field] ? `${prices[field]} ${name(prices.currency)}` : "not known"]),
+    ]);
   }
 }

@@ -20,10 +20,10 @@ export class MeshView {
       { name: "Meaning", cell: (each) => MEANS[each.how] ?? "a kind of miss: the bucket was asked next" },
     ], { key: (each) => each.how, empty: "Nothing was asked of others yet." });
     this.facts = new Facts();
-    this.alone = h("p", { class: "empty" }, "This node is in no mesh: it shares blocks with nobody. [peers] in its settings changes that.");
+    this.alone = panel("Mesh", {}, h("p", { class: "empty" }, "This node is in no mesh: it shares blocks with nobody. [peers] in its settings changes that."));
     this.inside = h("div", { hidden: true },
       panel("This node's part", {}, this.facts.element),
-      h("div", { class: "columns two" }, panel("Members", {}, this.members.element), panel("Blocks asked of others", {}, this.fetches.element)));
+      h("div", { class: "columns" }, panel("Members", {}, this.members.element), panel("Blocks asked of others", {}, this.fetches.element)));
     this.element = h("div", {}, this.alone, this.inside,
       panel("Routing", {}, h("p", { class: "note" }, "A node does not route. Where a request goes, and why, is the gateway's to say: its own console, at / of its address, shows its last decisions with their reasons.")));
   }

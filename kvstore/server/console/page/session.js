@@ -2,7 +2,8 @@
 
 import { get, ofSession, post, remove } from "./api.js";
 import { Facts, confirmed, h, text } from "./dom.js";
-import { ago, bytes, count, duration, name, short } from "./format.js";
+import { ago, bytes, count, duration, name } from "./format.js";
+import { learn, namespace } from "./names.js";
 import { Restoring } from "./restoring.js";
 import { tree } from "./tree.js";
 import { keyOf, linkOf } from "./sessions.js";
@@ -56,6 +57,7 @@ export class SessionPanel {
     try {
       const found = await get(ofSession(wanted));
       if (this.session !== wanted) return;
+      await learn([found.namespace]);
       this.#shown(found);
       await this.list.loaded;
       await this.#family(found);
@@ -75,7 +77,7 @@ export class SessionPanel {
       ["Written", ago(session.updated)],
       ["Expires", session.pinned ? "never, it is pinned" : session.expires ? ago(session.expires) : "never"],
       ["Time to live", session.ttl_s ? `${duration(session.ttl_s)}${session.sliding ? ", renewed by use" : ""}` : "none"],
-      ["Namespace", short(session.namespace)],
+      ["Namespace", namespace(session.namespace)],
       ["Lane", name(session.lane)],
       ...Object.entries(session.labels).map(([key, value]) => [`Label ${name(key)}`, name(value)]),
     ]);
@@ -104,11 +106,12 @@ export class SessionPanel {
     return h("li", { class: own ? "own" : null }, title,
       h("ul", {},
         versions.map(({ version, forks }) => h("li", {},
-          h("span", { class: "version" },
-            h("span", { class: "v" }, `v${version.version}`),
-            h("span", { class: "num" }, `${count(version.tokens)} tokens`),
-            h("span", {}, ago(version.at)),
-            version.current ? h("span", { class: "tag" }, "current") : null,
+          h("div", { class: "version" },
+            h("span", { class: "said" },
+              h("span", { class: "v" }, `v${version.version}`),
+              h("span", {}, `${count(version.tokens)} tokens`),
+              h("span", { class: "soft" }, ago(version.at)),
+              version.current ? h("span", { class: "tag" }, "current") : null),
             own ? h("button", { type: "button", class: "quiet", "aria-label": `Restore version ${version.version}`, onclick: () => this.#restore(version.version) }, "Restore") : null),
           forks.length ? h("ul", {}, forks.map((fork) => this.#branch(fork))) : null)),
         strays.map((fork) => this.#branch(fork))));

@@ -19,6 +19,14 @@ function used(tier, before) {
   return node;
 }
 
+/** Blocks that made room, were not taken, or were not what they claim to be. */
+function lost({ evictions, declined, dropped, corrupt, errors }, before) {
+  const node = before instanceof Element ? before : h("span");
+  node.className = corrupt || errors ? "bad" : "";
+  text(node, spelled({ evicted: evictions, declined, dropped, corrupt, errors }));
+  return node;
+}
+
 /** The upper end of the bucket of a histogram that holds a quantile. */
 function quantile(latency, q) {
   const total = latency.counts.reduce((all, each) => all + each, 0);
@@ -38,6 +46,15 @@ function readTime(latency) {
 
 const spelled = (counts) => Object.entries(counts).filter(([, n]) => n).map(([what, n]) => `${name(what)} ${count(n)}`).join(", ") || "none";
 
+/** `get ok`, `get absent`, ... by verb. */
+function byVerb(requests) {
+  const found = {};
+  for (const [key, n] of Object.entries(requests)) found[key.split(" ")[0]] = (found[key.split(" ")[0]] ?? 0) + n;
+  return found;
+}
+
+const unlike = (requests) => Object.fromEntries(Object.entries(requests).filter(([key]) => !key.endsWith(" ok")));
+
 export class TiersView {
   constructor() {
     this.sparks = new Map();
@@ -49,11 +66,7 @@ export class TiersView {
       { name: "Out", num: true, cell: (tier) => rate(tier.out) },
       { name: "In", num: true, cell: (tier) => rate(tier.in) },
       { name: "Read time", num: true, cell: (tier) => readTime(tier.reads) },
-      { name: "Evicted", num: true, cell: (tier) => count(tier.evictions) },
-      { name: "Declined", num: true, cell: (tier) => count(tier.declined) },
-      { name: "Dropped", num: true, cell: (tier) => count(tier.dropped) },
-      { name: "Corrupt", num: true, cell: (tier) => count(tier.corrupt) },
-      { name: "Errors", num: true, cell: (tier) => count(tier.errors) },
+      { name: "Left out or lost", class: "wide", cell: lost },
     ], { empty: "No statistics yet." });
     [this.readers, this.writers, this.bucket, this.node] = [new Facts(), new Facts(), new Facts(), new Facts()];
     this.element = h("div", {},
@@ -104,7 +117,8 @@ export class TiersView {
     const store = stats.bucket;
     this.bucket.show(stats.store ? [
       ["Store", name(stats.store)],
-      ["Requests", spelled(stats.store_requests)],
+      ["Requests", spelled(byVerb(stats.store_requests))],
+      ["Other answers", spelled(unlike(stats.store_requests))],
       ["Breaker", store.breaker === "closed" ? "closed" : `${store.breaker}, ${count(store.refused)} refused`, store.breaker === "closed" ? "" : "bad"],
       ["Opened", store.opened ? count(store.opened) : null],
       ["Second reads", store.hedges_sent ? `${count(store.hedges_sent)}, ${count(store.hedges_won)} won` : null],
