@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,11 +17,12 @@ from blake3 import blake3
 
 from kvstore import api, codec, wire
 from kvstore.blocks import BlockLease, Blocks
+from kvstore.client.credential import Credential, client_context
 from kvstore.client.fork import Birth
 from kvstore.client.threads import on_thread
 from kvstore.client.transport import START, Fill, block_patience, check_batch, no_answer, patience
 from kvstore.config import StorageUrl, is_loopback
-from kvstore.errors import Closed, Corrupt, Invalid, KVTierError, Problem, Unavailable, Unsupported
+from kvstore.errors import Closed, Corrupt, Denied, Invalid, KVTierError, Problem, Unavailable, Unsupported
 from kvstore.ids import BlockName, Link, Namespace, Shard
 
 try:
@@ -33,14 +35,16 @@ STREAMS: Final = 8  # blocks in flight at a time
 CONNECT_S: Final = 5.0
 MAX_ANSWER: Final = 64 << 20
 _SLICE: Final = 256 << 10
+_REFUSED: Final = frozenset({401, 403})
+_WHO: Final = "set KVTIER_TOKEN or KVTIER_TOKEN_FILE, or token_file= in the URL; is there a proxy before the node?"
 _JSON: Final = {"Content-Type": "application/json"}
 
 
 class HttpTransport:
     """See :class:`kvstore.client.transport.Transport`."""
 
-    def __init__(self, base: str, session: aiohttp.ClientSession) -> None:
-        self._base, self._session = base, session
+    def __init__(self, base: str, session: aiohttp.ClientSession, credential: Credential) -> None:
+        self._base, self._session, self._credential = base, session, credential
         self._birth = Birth()
 
     @classmethod
@@ -48,24 +52,29 @@ class HttpTransport:
         """Connect to the node at `kvtier://host:port`.
 
         Raises:
-            Invalid: The host is not this one, and `allow_http=true` does not say that the network is trusted.
+            Invalid: The host is not this one, and neither `tls=true` nor `allow_http=true` says how KV may travel.
+            Denied: The node does not take the token.
             Unavailable: Nobody answers.
-            Unsupported: The node's version is too far away, or the URL names a tenant, which needs the Unix socket.
+            Unsupported: The node's version is too far away, or the URL names a tenant and there is no token, which says so.
         """
-        if not url.allow_http and not is_loopback(url.host):
+        if not (url.tls or url.allow_http or is_loopback(url.host)):
             raise Invalid(
-                f"kvtier://{url.host} is another host, and KV would travel unencrypted: add allow_http=true to accept that"
+                f"kvtier://{url.host} is another host, and KV would travel unencrypted: add tls=true, "
+                "or allow_http=true to accept that"
             )
-
-        if url.tenant != "default":
-            raise Unsupported("over TCP a node serves the tenant `default` only", remedy="use kvtier+unix:// for other tenants")
+        credential = Credential.find(url, os.environ)
+        if url.tenant != "default" and not credential:
+            raise Unsupported(
+                "over TCP the access token says which tenant is meant, and there is none",
+                remedy="set KVTIER_TOKEN or KVTIER_TOKEN_FILE, or use kvtier+unix://",
+            )
         host = f"[{url.host}]" if ":" in url.host else url.host
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=4 * STREAMS),
+            connector=aiohttp.TCPConnector(limit=4 * STREAMS, ssl=client_context(url) or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             headers={"Accept-Encoding": "identity"},
         )
-        transport = cls(f"http://{host}:{url.port}", session)
+        transport = cls(f"{'https' if url.tls else 'http'}://{host}:{url.port}", session, credential)
         try:
             health = await transport.call("health", api.Nothing())
             if isinstance(health, api.Health):
@@ -196,10 +205,24 @@ class HttpTransport:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
-                    method, URL(self._base + path, encoded=True), data=body, headers=headers, allow_redirects=False
+                    method,
+                    URL(self._base + path, encoded=True),
+                    data=body,
+                    headers={**headers, **self._credential.headers()},
+                    allow_redirects=False,
                 ) as response,
             ):
                 yield response
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise Unavailable(
+                f"{self._base}: its certificate is not trusted ({error.certificate_error})",
+                kind="untrusted_certificate",
+                remedy="set ca_bundle= in the URL to the authority that signed it, and name the host as it does",
+            ) from None
+        except aiohttp.ClientConnectorSSLError as error:
+            raise Unavailable(
+                f"{self._base}: TLS failed ({error.strerror})", remedy="does the node have [tls]? else no tls=true"
+            ) from None
         except aiohttp.ClientConnectorError as error:
             raise Unavailable(f"{self._base}: no node listens there ({error.strerror})", remedy=START) from None
         except TimeoutError:
@@ -249,6 +272,8 @@ def _error(status: int, content: bytes) -> KVTierError:
     try:
         return msgspec.json.decode(content, type=Problem).error()
     except msgspec.MsgspecError:
+        if status in _REFUSED:  # by something before the node
+            return Denied(f"HTTP status {status}, and no problem document", remedy=_WHO)
         return Unavailable(f"HTTP status {status}, and no problem document: is there a kvtier node at this address?")
 
 

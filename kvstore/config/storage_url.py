@@ -15,8 +15,9 @@ from kvstore.keys import Keys, check_id
 SCHEMES: Final = ("kvtier+unix", "kvtier", "s3", "memory")
 URL_KEYS: Final = (
     "endpoint", "region", "addressing", "ca_bundle", "allow_http", "dram", "nvme", "nvme_path", "codec", "tenant", "durability",
-    "device", "device_bytes",
+    "device", "device_bytes", "tls", "token_file", "client_cert", "client_key",
 )  # fmt: skip
+_OVER_TCP: Final = ("tls", "token_file", "client_cert", "client_key")
 
 
 class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,10 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Whose KV; `default` unless the URL says otherwise.
         device: Where an embedded node keeps blocks for the engine, as torch spells it (`cuda:0`; `cpu` runs the same code).
         device_bytes: How many bytes of that device's memory.
+        tls: Whether `kvtier` is spoken over TLS; `ca_bundle` names authorities instead of the system's.
+        token_file: File that holds an access token for the node, instead of KVTIER_TOKEN or KVTIER_TOKEN_FILE.
+        client_cert: Certificate that the client shows, where the node asks for one; PEM.
+        client_key: Its key.
     """
 
     scheme: str
@@ -48,6 +53,10 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
     durability: Durability | Literal[""] = ""
     device: str = ""
     device_bytes: Bytes = Bytes(1 << 30)
+    tls: bool = False
+    token_file: str = ""
+    client_cert: str = ""
+    client_key: str = ""
 
     @classmethod
     def parse(cls, text: str) -> StorageUrl:
@@ -96,6 +105,14 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
             raise Invalid(
                 "storage URL key device is for s3:// and memory://: a node has no access to memory of an engine's process"
             )
+        if self.scheme != "kvtier" and (said := [key for key in _OVER_TCP if getattr(self, key)]):
+            raise Invalid(
+                f"storage URL key {said[0]} is for kvtier://: a socket knows its users, and a bucket has its own credentials"
+            )
+        if (self.client_cert or (self.ca_bundle and self.scheme == "kvtier")) and not self.tls:
+            raise Invalid("certificates in the storage URL are of use with tls=true only")
+        if bool(self.client_cert) != bool(self.client_key):
+            raise Invalid("storage URL keys client_cert and client_key go together")
         if self.scheme == "kvtier+unix":
             if netloc or not self.path.startswith("/") or self.path == "/":
                 raise Invalid("kvtier+unix needs the absolute path of a socket: kvtier+unix:///run/kvtier/node.sock")
