@@ -225,6 +225,7 @@ KINDS: dict[str, Kind] = {
         "run `kvtier doctor`: format.json or epoch is missing under the root; restore them or use an empty root",
     ),
     "overloaded": Kind(Overloaded, 429, EXIT_UNAVAILABLE, "back off and retry; raise the limit it names if this is normal load"),
+    "quota": Kind(Overloaded, 429, EXIT_UNAVAILABLE, "a tenant's quota is used up: see [tenants.<name>] of the node's settings"),
     "not_found": Kind(NotFound, 404, EXIT_NOT_FOUND, "check the name; `kvtier sessions ls` shows what exists"),
     "gone": Kind(Gone, 410, EXIT_NOT_FOUND, "the session was deleted or expired: create it again"),
     "key_destroyed": Kind(

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Invalid
@@ -95,10 +96,10 @@ class Node:
         degraded: dict[str, str] = {"starting": "tiers are being opened"}
         async with AsyncExitStack() as lifetime:
             movers = await lifetime.enter_async_context(Movers.open())
-            signs, health = StoreSigns(clock, ids), Health(degraded)
+            signs, health, accounts = StoreSigns(clock, ids), Health(degraded), Accounts()
             connect = None
             if settings.store.url or store is not None:
-                connect = partial(_repository, settings, movers, clock, ids, signs, store)
+                connect = partial(_repository, settings, movers, clock, ids, signs, accounts, store)
             bucket = Bucket(connect, signs, degraded, clock, ids)
             lifetime.push_async_callback(bucket.aclose)
             await bucket.open()
@@ -110,7 +111,7 @@ class Node:
                 await mesh.tell_of([*(each.dram for each in tiers.values()), *([disk] if disk else [])], movers.run, clock)
             registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
             beyond = bucket if bucket.configured else None
-            plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None)
+            plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None, accounts=accounts)
             lifetime.push_async_callback(plane.aclose)
             if bucket.configured:
                 health.ask(BUCKET, signs.faults)
@@ -123,7 +124,7 @@ class Node:
                 disk.journal if disk is not None else None,
                 clock,
                 ids,
-                pending_bytes=int(settings.limits.pending_commits),
+                pending_bytes=int(settings.limits.pending_commits) // len(tiers),
             )
             lifetime.push_async_callback(commits.drain, float(settings.limits.drain))
             here = store is not None or not settings.store.url.startswith("s3:")
@@ -145,6 +146,7 @@ class Node:
                 health=health,
                 signs=signs,
                 restarts=background.restarts,
+                accounts=accounts,
                 mesh=mesh,
             )
             lifetime.push_async_callback(service.aclose)
@@ -171,7 +173,7 @@ class Node:
 
 @asynccontextmanager
 async def _repository(
-    settings: Settings, movers: Movers, clock: Clock, ids: Ids, signs: StoreSigns, store: ObjectStore | None
+    settings: Settings, movers: Movers, clock: Clock, ids: Ids, signs: StoreSigns, accounts: Accounts, store: ObjectStore | None
 ) -> AsyncIterator[Repo]:
     """Probe the store, then open the root in it.
 
@@ -187,7 +189,7 @@ async def _repository(
             root = url.path
             store = await lifetime.enter_async_context(open_store(url, settings.store, clock))
         signs.window = store.window if isinstance(store, S3Store) else None
-        counter = CountingStore(store)
+        counter = CountingStore(store, accounts)
         signs.counters.append(counter)
         keys = Keys(root)
         found = await probe(counter, keys.probe(ids.new()), clock, ids)

@@ -28,7 +28,7 @@ from kvstore.api.answers import (
     Versions,
     Warmed,
 )
-from kvstore.api.reports import CollectorStats, Doomed, Latency, MeshStats, StoreStats, TierStats, Usage
+from kvstore.api.reports import CollectorStats, Cost, Doomed, Latency, MeshStats, Prices, StoreStats, TierStats, Usage
 from kvstore.api.requests import (
     Collect,
     Commit,
@@ -66,6 +66,7 @@ __all__ = [
     "Collected",
     "CollectorStats",
     "Commit",
+    "Cost",
     "CreateSession",
     "Done",
     "Doomed",
@@ -90,6 +91,7 @@ __all__ = [
     "OfRestore",
     "OfSession",
     "OfTenant",
+    "Prices",
     "Priority",
     "PutNamespace",
     "Receipt",

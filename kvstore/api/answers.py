@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.api.reports import CollectorStats, Doomed, Latency, MeshStats, StoreStats, TierStats, Usage
+from kvstore.api.reports import CollectorStats, Cost, Doomed, Latency, MeshStats, Prices, StoreStats, TierStats, Usage
 from kvstore.api.words import Durability, Event, Priority, Target
 from kvstore.ids import Link, Namespace
 
@@ -281,6 +281,8 @@ class Stats(Answer, frozen=True, kw_only=True):
         bucket: How its store is doing.
         restarts: How often each background task failed and was started again.
         mesh: Its part in a mesh; None where it has none.
+        cost: What each tenant and namespace cost and saved.
+        prices: What its estimates are made with.
         whole: Whether this tells of the whole node, for which a caller needs the scope `admin`. If not, it tells of the caller's
             tenant: `tiers` has its memory alone, and what is of the whole node is 0 or empty.
     """
@@ -305,6 +307,8 @@ class Stats(Answer, frozen=True, kw_only=True):
     bucket: StoreStats = StoreStats()
     restarts: dict[str, int] = {}
     mesh: MeshStats | None = None
+    cost: list[Cost] = []
+    prices: Prices = Prices()
     whole: bool = True
 
 

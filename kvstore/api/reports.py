@@ -171,3 +171,71 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     codec_ratio: float = 0.0
     link_rate: float = 0.0
     codec_rate: float = 0.0
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """What estimates are made with, as `[prices]` says; 0 is unknown.
+
+    Attributes:
+        currency: Of all figures.
+        source: Where they are from, and of which day.
+        put_1000: Of 1,000 PUT and COPY requests.
+        get_1000: Of 1,000 GET and HEAD requests.
+        list_1000: Of 1,000 LIST requests.
+        gb_month: Of a GB (10^9 bytes) stored for a month.
+        gb_egress: Of a GB read from the bucket.
+        gpu_hour: Of one GPU for an hour.
+    """
+
+    currency: str = ""
+    source: str = ""
+    put_1000: float = 0
+    get_1000: float = 0
+    list_1000: float = 0
+    gb_month: float = 0
+    gb_egress: float = 0
+    gpu_hour: float = 0
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one namespace cost and saved on this node since it started. Counts are counted; what a comment calls estimated is not.
+
+    Attributes:
+        tenant: Whose; "" for what the node did for nobody in particular, such as collections and looks at the store's health.
+        namespace: Its id; "" for a tenant's work that is of none; `other` for all beyond the first 256.
+        model: Of the namespace, where this node knows it.
+        requests: To the store, by verb.
+        sent: Bytes of bodies to the store.
+        fetched: Bytes of bodies from the store.
+        stored: Bytes alive in the bucket, at the last collection by any node: not of this node, so never to be added up over nodes.
+        tokens: That readers got, by tier; those of a model on several ranks once.
+        read: Bytes that readers got, by tier; blocks of memory as full blocks have them.
+        written: Bytes that writers put into memory.
+        load_s: Seconds that readers waited for what was not in memory. Copies to a GPU are the engine's, and not in it.
+        recompute_s: Estimated: seconds that computing `tokens` would have taken at the rate that `[prices]` states; 0 without one.
+        avoided_s: Estimated: `recompute_s` less `load_s`. Negative where loading took longer; 0 without a rate.
+        gpus: Ranks of the engines that read it.
+        requests_cost: Estimated, in the currency of the prices.
+        egress_cost: Estimated.
+        month_cost: Estimated: of storing `stored` for a month.
+        saved: Estimated: `avoided_s` on `gpus` GPUs.
+    """
+
+    tenant: str
+    namespace: str
+    model: str = ""
+    requests: dict[str, int] = {}
+    sent: int = 0
+    fetched: int = 0
+    stored: int = 0
+    tokens: dict[str, int] = {}
+    read: dict[str, int] = {}
+    written: int = 0
+    load_s: float = 0
+    recompute_s: float = 0
+    avoided_s: float = 0
+    gpus: int = 1
+    requests_cost: float = 0
+    egress_cost: float = 0
+    month_cost: float = 0
+    saved: float = 0

@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "gateway": ("gateway", "An OpenAI-compatible proxy that sends requests where their first token is cheapest."),
     "route": ("route", "Where a gateway would send a prompt, and why."),
     "stats": ("stats", "Tiers, queues and requests of a node."),
+    "cost": ("cost", "What each tenant and namespace cost on a node, and what it saved."),
     "config": ("config", "show: what `kvtier serve` would use here, and where each value came from."),
 }
 _EXTRAS: Final = {"gateway": "gateway", "bootstrap": "bootstrap"}  # of the commands that need more than `node`

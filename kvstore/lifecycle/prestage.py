@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal
+
+from kvstore.fairness import Lines
 
 Lane = Literal["near", "far", "speculative"]
 _AT_WORK: Final = 2
@@ -20,18 +21,19 @@ class Ticket:
     """A restore's place among others.
 
     Args:
-        deadline: A point on the monotonic clock: the nearest goes first.
+        deadline: A point on the monotonic clock: of one tenant's, the nearest goes first.
         order: Which came first, among equals.
         speculative: Nobody waits for it. Only `Turns.promote` changes that.
+        tenant: Whose: tenants take turns, so that nobody waits for all that another has asked for.
 
     Attributes:
         far: Its next step waits for the bucket. That is a lane of its own, so that a slow bucket keeps nobody from memory and disk.
     """
 
-    __slots__ = ("deadline", "far", "granted", "order", "speculative")
+    __slots__ = ("deadline", "far", "granted", "order", "speculative", "tenant")
 
-    def __init__(self, deadline: float, order: int, *, speculative: bool) -> None:
-        self.deadline, self.order, self.speculative = deadline, order, speculative
+    def __init__(self, deadline: float, order: int, *, speculative: bool, tenant: str = "") -> None:
+        self.deadline, self.order, self.speculative, self.tenant = deadline, order, speculative, tenant
         self.far = False
         self.granted: asyncio.Future[Lane] | None = None
 
@@ -39,9 +41,6 @@ class Ticket:
     def lane(self) -> Lane:
         """Where it waits. Not to be changed while it does."""
         return "speculative" if self.speculative else "far" if self.far else "near"
-
-    def __lt__(self, other: Ticket) -> bool:
-        return (self.deadline, self.order) < (other.deadline, other.order)
 
 
 class Turns:
@@ -56,14 +55,14 @@ class Turns:
     def __init__(self, *, speculative: int) -> None:
         self._most: dict[Lane, int] = {"near": _AT_WORK, "far": _AT_WORK, "speculative": speculative}
         self._at_work: dict[Lane, int] = {"near": 0, "far": 0, "speculative": 0}
-        self._waiting: dict[Lane, list[Ticket]] = {"near": [], "far": [], "speculative": []}
+        self._waiting: dict[Lane, Lines[Ticket]] = {"near": Lines(), "far": Lines(), "speculative": Lines()}
         self._requests = 0
 
     @property
     def pressed(self) -> bool:
         """Whether anybody wants bytes now."""
         lanes: tuple[Lane, Lane] = ("near", "far")
-        return bool(self._requests) or any(self._at_work[lane] or self._waiting[lane] for lane in lanes)
+        return bool(self._requests) or any(self._at_work[lane] or bool(self._waiting[lane]) for lane in lanes)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -83,7 +82,7 @@ class Turns:
             TimeoutError: It did not come within `seconds`.
         """
         granted = ticket.granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting[ticket.lane], ticket)
+        self._wait(ticket)
         self._grant()
         try:
             async with asyncio.timeout(seconds):
@@ -94,29 +93,26 @@ class Turns:
             if granted.done() and not granted.cancelled():
                 self._at_work[granted.result()] -= 1
             else:
-                self._leave(ticket)
+                self._waiting[ticket.lane].remove(ticket)
             self._grant()
 
     def promote(self, ticket: Ticket, deadline: float) -> None:
         """Somebody waits for it now, until that point on the monotonic clock."""
         waits = ticket.granted is not None and not ticket.granted.done()
         if waits:
-            self._leave(ticket)
+            self._waiting[ticket.lane].remove(ticket)
         ticket.deadline, ticket.speculative = min(deadline, ticket.deadline), False
         if waits:
-            heapq.heappush(self._waiting[ticket.lane], ticket)
+            self._wait(ticket)
             self._grant()
 
-    def _leave(self, ticket: Ticket) -> None:
-        waiting = self._waiting[ticket.lane]
-        if ticket in waiting:
-            waiting.remove(ticket)
-            heapq.heapify(waiting)
+    def _wait(self, ticket: Ticket) -> None:
+        self._waiting[ticket.lane].put(ticket.tenant, ticket, rank=(ticket.deadline, ticket.order))
 
     def _grant(self) -> None:
         for lane, waiting in self._waiting.items():
             while waiting and self._at_work[lane] < self._most[lane] and not (lane == "speculative" and self.pressed):
-                granted = heapq.heappop(waiting).granted
+                granted = waiting.take().granted
                 if granted is not None and not granted.done():
                     self._at_work[lane] += 1
                     granted.set_result(lane)

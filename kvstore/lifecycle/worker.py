@@ -17,6 +17,7 @@ from kvstore.lifecycle.collector import Progress
 from kvstore.lifecycle.hints import UsageHint, read_hint
 from kvstore.lifecycle.messages import Job
 from kvstore.lifecycle.runners import Runner
+from kvstore.payer import NOBODY, Paying
 from kvstore.repo import Repo
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ class Collections:
             usage=[usage for usage in self._usage if usage.tenant == tenant],
         )
 
+    @property
+    def usage(self) -> list[api.Usage]:
+        """Live blocks of all tenants, as of the last collection by any node; another list after each."""
+        return self._usage
+
     async def aclose(self) -> None:
         """Stop what runs: a collection may stop anywhere."""
         for task in self._tasks:
@@ -110,7 +116,8 @@ class Collections:
         async with self._lock:
             self._running, self._progress = True, Progress()
             try:
-                done = await self._runner.run(job, self._watch)
+                with Paying(*NOBODY):  # whoever asked for it
+                    done = await self._runner.run(job, self._watch)
             except KVTierError as error:
                 self._runs[error.kind] += 1
                 self._error = f"{error.kind}: {error.message}"

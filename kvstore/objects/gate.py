@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from types import TracebackType
 
 from kvstore.errors import Overloaded
+from kvstore.fairness import Lines
+from kvstore.payer import payer
 
 
 class Held:
@@ -24,20 +25,30 @@ class Held:
         self._gate.give_back(self._size)
 
 
+class _Turn:
+    """One that waits, and for how much."""
+
+    __slots__ = ("come", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
 class ByteGate:
-    """Lets requests through while their bytes fit under a limit, first come first served.
+    """Lets requests through while their bytes fit under a limit: of one tenant in the order they came, tenants in fair turns.
 
     A request larger than the whole limit passes alone, so that nothing waits for ever.
 
     Args:
         limit: Bytes.
-        patience_s: A request that waited so long raises `Overloaded` instead of piling up.
+        patience_s: A request that waited so long raises `Overloaded` instead of piling up; None: it waits.
     """
 
-    def __init__(self, limit: int, patience_s: float) -> None:
+    def __init__(self, limit: int, patience_s: float | None) -> None:
         self._limit, self._patience = limit, patience_s
         self._held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: Lines[_Turn] = Lines()
 
     @property
     def held(self) -> int:
@@ -71,17 +82,16 @@ class ByteGate:
         if not self._waiting and self._held + size <= self._limit:
             self._held += size
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
+        turn = _Turn(size)
+        self._waiting.put(payer().tenant, turn, cost=size)
         try:
             async with asyncio.timeout(self._patience):
-                await turn
+                await turn.come
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # let through and given up in the same instant
+            if turn.come.done() and not turn.come.cancelled():  # let through and given up in the same instant
                 self.give_back(size)
             else:
-                if (size, turn) in self._waiting:
-                    self._waiting.remove((size, turn))
+                self._waiting.remove(turn)
                 self._let_through()  # whoever stood behind may be smaller
             if isinstance(error, TimeoutError):
                 raise Overloaded(
@@ -96,8 +106,8 @@ class ByteGate:
         self._let_through()
 
     def _let_through(self) -> None:
-        while self._waiting and (self._held + self._waiting[0][0] <= self._limit or not self._held):
-            size, turn = self._waiting.popleft()
-            if not turn.done():
-                self._held += size
-                turn.set_result(None)
+        while self._waiting and (self._held + self._waiting.first().size <= self._limit or not self._held):
+            turn = self._waiting.take()
+            if not turn.come.done():
+                self._held += turn.size
+                turn.come.set_result(None)

@@ -17,6 +17,7 @@ from kvstore.ids import BlockName, Namespace
 from kvstore.model import Copy
 from kvstore.objects.base import Absent, Got, Unchanged
 from kvstore.objects.gate import ByteGate
+from kvstore.payer import Paying
 from kvstore.repo.epochs import Epochs
 from kvstore.repo.root import FIRST_EPOCH, Root, Run
 from kvstore.repo.together import together
@@ -91,7 +92,8 @@ class BucketOrigin:
         if not isinstance(ref, BlockWant):
             return Miss.ABSENT
         try:
-            miss = await self._fetch(ref, into, tell)
+            with Paying(ref.namespace.tenant, ref.namespace.id):
+                miss = await self._fetch(ref, into, tell)
         except KVTierError as error:
             self.counts[f"failed_{error.kind}"] += 1
             return Miss.TIMEOUT if error.kind == "timeout" else Miss.UNAVAILABLE
@@ -104,7 +106,8 @@ class BucketOrigin:
         if not isinstance(ref, BlockWant):
             return False
         try:
-            return await self._uploads.offer(ref.name, ref.namespace, await self._epochs.recent(), value)
+            with Paying(ref.namespace.tenant, ref.namespace.id):
+                return await self._uploads.offer(ref.name, ref.namespace, await self._epochs.recent(), value)
         except KVTierError as error:
             self.counts[f"offer_{error.kind}"] += 1
             return False
@@ -121,20 +124,24 @@ class BucketOrigin:
             until: A point on the monotonic clock that says whether there is time to list.
             missed: The first was just read in vain.
         """
+        ref = wants[0].ref if wants else None
+        if not isinstance(ref, BlockWant):
+            return 0
         run, step, older, lists = 0, 1, 0, _MOST_LISTS
         try:
-            while run < len(wants):
-                holds = partial(self._holds, older)
-                found = [False] if missed else await together(holds, wants[run : run + step], limit=_MOST_PROBES)
-                missed = False
-                if False not in found:
-                    run, step = run + len(found), min(step * 2, _MOST_PROBES)
-                    continue
-                run += found.index(False)
-                listed = await self._list(wants[run].ref) if lists and self._has_time(until) else None
-                if listed is None:
-                    break
-                run, step, older, lists = run + 1, 1, listed.gen, lists - 1
+            with Paying(ref.namespace.tenant, ref.namespace.id):
+                while run < len(wants):
+                    holds = partial(self._holds, older)
+                    found = [False] if missed else await together(holds, wants[run : run + step], limit=_MOST_PROBES)
+                    missed = False
+                    if False not in found:
+                        run, step = run + len(found), min(step * 2, _MOST_PROBES)
+                        continue
+                    run += found.index(False)
+                    listed = await self._list(wants[run].ref) if lists and self._has_time(until) else None
+                    if listed is None:
+                        break
+                    run, step, older, lists = run + 1, 1, listed.gen, lists - 1
         except KVTierError as error:
             self.counts[f"failed_{error.kind}"] += 1
         return run

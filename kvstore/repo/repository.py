@@ -15,6 +15,7 @@ from kvstore.codec import Share
 from kvstore.ids import Namespace, NamespaceId
 from kvstore.keys import Keys
 from kvstore.objects.base import ObjectStore
+from kvstore.payer import Paying
 from kvstore.repo.blocks import BucketOrigin
 from kvstore.repo.chains import Source
 from kvstore.repo.choice import CodecChoice, CodecSetting
@@ -167,7 +168,8 @@ class Repo:
         work = self._writer.commit(
             tenant, session, lane, proposal, source, ttl=self.settings.session_ttl, sliding=self.settings.sliding
         )
-        return await self._finishing.run(work)
+        with Paying(tenant, proposal.namespace.id):
+            return await self._finishing.run(work)
 
     async def put_namespace(self, namespace: Namespace) -> None:
         """Keep a namespace's fields readable under its id."""

@@ -16,7 +16,7 @@ from kvstore.repo.edits import Amendment, changed, dropped, find_version, forked
 from kvstore.repo.families import Families, MovedError
 from kvstore.repo.finding import Finder, Found
 from kvstore.repo.heads import renewed, versions_of
-from kvstore.repo.listing import Listing
+from kvstore.repo.listing import MAX_PAGE, Listing
 from kvstore.repo.root import Root
 from kvstore.repo.together import Finishing, together
 from kvstore.repo.writer import Place, Writer
@@ -41,6 +41,7 @@ class Sessions:
         self._root, self._finder, self._families, self._writer = root, finder, families, writer
         self._finishing, self._history = finishing, history
         self._listing = Listing(root, finder, self._shown)
+        self._counted = Listing(root, finder, _named)
 
     # --- look ---
 
@@ -102,6 +103,16 @@ class Sessions:
     async def list(self, tenant: str, prefix: str = "", cursor: str = "", limit: int = 100) -> SessionPage:
         """Living sessions whose id starts with `prefix`, in pages."""
         return await self._listing.page(tenant, prefix, cursor, limit)
+
+    async def count(self, tenant: str, most: int) -> int:
+        """How many live, counted up to `most`: by reading every name and head."""
+        found, cursor = 0, ""
+        while found < most:
+            page = await self._counted.page(tenant, "", cursor, MAX_PAGE)
+            found, cursor = found + len(page.sessions), page.cursor
+            if not cursor:
+                break
+        return found
 
     # --- life ---
 
@@ -309,6 +320,12 @@ def _session(found: Found, manifest: Manifest, at: Version) -> Session:
         family=found.family,
         branch=found.branch_id,
     )
+
+
+async def _named(_: str, found: Found) -> Session:
+    """Without its manifest, which nobody looks at who counts."""
+    empty = Manifest(namespace=found.namespace, shards=(), block_tokens=1, tokens=0)
+    return _session(found, empty, find_version(found.branch, 0))
 
 
 def _half_over(branch: Branch, now: float) -> bool:

@@ -23,13 +23,13 @@ async def act(service: Service, access: Access, call: api.Call, request: api.Req
     if access.may("admin"):
         return answer
     if isinstance(answer, api.Stats):
-        return own_stats(answer)
+        return own_stats(answer, access.tenant)
     if isinstance(answer, api.Health):
         return _unexplained(answer)
     return answer
 
 
-def own_stats(stats: api.Stats) -> api.Stats:
+def own_stats(stats: api.Stats, tenant: str) -> api.Stats:
     """What a node's statistics say of the caller's tenant alone. Named one by one: what is added later is not told by mistake.
 
     Counts of the whole node would tell a tenant when others work, and how much of it; addresses and the bucket's URL are the
@@ -50,8 +50,14 @@ def own_stats(stats: api.Stats) -> api.Stats:
         store="",
         held_bytes=stats.held_bytes,
         collector=api.CollectorStats(last_success=stats.collector.last_success, usage=stats.collector.usage),
+        cost=[_unpriced(cost) for cost in stats.cost if cost.tenant == tenant],
         mesh=api.MeshStats() if stats.mesh is not None else None,  # that there is one says how dear a block elsewhere is
     )
+
+
+def _unpriced(cost: api.Cost) -> api.Cost:
+    """Counts without sums: what things are bought for is the operator's."""
+    return msgspec.structs.replace(cost, requests_cost=0.0, egress_cost=0.0, month_cost=0.0, saved=0.0)
 
 
 def _unexplained(health: api.Health) -> api.Health:

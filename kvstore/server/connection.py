@@ -364,7 +364,7 @@ class Connection(asyncio.Protocol):
         """What a lease means for eviction takes longer than the lease: it is worked out when the reader has its answer."""
         pins, self._unaccounted = self._unaccounted, ()
         if pins and isinstance(message, wire.Get):
-            self._plane.pinned(self._tenant, pins, message.tokens)
+            self._plane.pinned(self._tenant, message.namespace, message.shard, pins, message.tokens)
 
     def _pinned(self, get: wire.Get) -> wire.Leased | None:
         """Leases on blocks that are all in memory."""

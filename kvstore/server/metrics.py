@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvstore import api
+from kvstore.server.cost_metrics import cost_metrics
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TIER_GAUGES: Final = {
@@ -96,6 +97,7 @@ class NodeCollector(Collector):
         yield _counts("kvtier_missed_tokens", "Tokens that readers did not get.", "reason", stats.tokens_missed)
         yield _counts("kvtier_task_restarts", "Failures of background tasks.", "task", stats.restarts)
         yield from _collector(stats.collector)
+        yield from cost_metrics(stats.cost, stats.prices)
         if stats.mesh is not None:
             yield GaugeMetricFamily("kvtier_mesh_members", "Other nodes, as last known.", len(stats.mesh.members))
             yield _counts("kvtier_mesh_fetches", "Blocks asked of other nodes, and what came of it.", "outcome", stats.mesh.fetches)

@@ -84,7 +84,7 @@ class Plane(Protocol):
         """All of these blocks, if that can be told at once."""
         ...
 
-    def pinned(self, tenant: str, pins: Sequence[Any], tokens: Sequence[int]) -> None:
+    def pinned(self, tenant: str, namespace: str, shard: str, pins: Sequence[Any], tokens: Sequence[int]) -> None:
         """The reader has its answer: count what `pin_now` gave."""
         ...
 

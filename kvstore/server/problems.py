@@ -21,7 +21,7 @@ def problem_response(problem: Problem, headers: dict[str, str] | None = None) ->
     """A problem document with its status."""
     found = dict(headers or {})
     if problem.status in _RETRY:
-        found.setdefault("Retry-After", "1")
+        found.setdefault("Retry-After", str(problem.facts.get("retry_after_s", 1)))
     if problem.status == _WHO:
         found.setdefault("WWW-Authenticate", "Bearer")
     return web.Response(

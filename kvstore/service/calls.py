@@ -5,11 +5,11 @@ Every face (HTTP, Unix socket, embedded) comes through here, so that limits, ten
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final
 
 from kvstore import api
+from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids
 from kvstore.config import Settings
 from kvstore.errors import Denied, Invalid, NotFound, Unsupported
@@ -20,12 +20,16 @@ from kvstore.lifecycle.removal import drop_namespace, drop_tenant
 from kvstore.lifecycle.warm import publish
 from kvstore.lifecycle.worker import Collections
 from kvstore.mesh.opening import Mesh
+from kvstore.objects.gate import ByteGate
+from kvstore.payer import Paying
 from kvstore.repo import Repo
 from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
 from kvstore.service.commits import Commits
+from kvstore.service.costs import Costs
 from kvstore.service.hinting import Hints
 from kvstore.service.plane import Plane
+from kvstore.service.quotas import Quotas
 from kvstore.service.registry import Registry
 from kvstore.service.restores import Restores
 from kvstore.service.staging import Resolved
@@ -48,6 +52,7 @@ class Service:
         health: What is degraded.
         signs: How the bucket's store is doing.
         restarts: Of background tasks.
+        accounts: What was done for whom.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Service:
         health: Health,
         signs: StoreSigns,
         restarts: Mapping[str, int],
+        accounts: Accounts,
         mesh: Mesh | None = None,
     ) -> None:
         self.node_id, self.version, self.settings, self._clock = node_id, version, settings, clock
@@ -81,10 +87,12 @@ class Service:
             ids,
             node=node_id,
             settings=settings.prestage,
-            limit=limits.restores,
+            limit=limits.restores // max(1, len(settings.tenants)),
             longest=float(limits.restore),
         )
-        self._resolving = asyncio.Semaphore(_RESOLVING)
+        self._resolving = ByteGate(_RESOLVING, None)  # of sessions
+        self._costs = Costs(accounts, registry, settings.prices)
+        self.quotas = Quotas(settings.tenants, accounts, lambda: collections.usage, self._count_sessions, self._committed_to, clock)
         self._hints = Hints(self._restores, self.resolve, plane, clock, settings.prestage)
 
     async def aclose(self) -> None:
@@ -101,7 +109,10 @@ class Service:
             self.plane.tiers(tenant)  # refuses a tenant that is not served
         if isinstance(request, api.OfSession):
             check_id(request.id, "session id")
-        answer: api.Answer = await getattr(self, name)(tenant, request)
+        await self.quotas.admit(tenant, name, request)
+        with Paying(tenant):
+            answer: api.Answer = await getattr(self, name)(tenant, request)
+        self.quotas.done(tenant, name, answer)
         return answer
 
     @property
@@ -148,7 +159,7 @@ class Service:
     async def resolve(self, tenant: str, request: api.Restore) -> Resolved:
         """Find a session's version for a restore."""
         await self._settled(tenant, request.id)
-        async with self._resolving:
+        async with self._resolving.hold(1):
             return await self._resolve(tenant, request)
 
     async def _resolve(self, tenant: str, request: api.Restore) -> Resolved:
@@ -164,6 +175,12 @@ class Service:
             if (await self._registry.get(tenant, namespace)).model == request.model:
                 return namespace
         raise NotFound(f"session {request.id!r} holds nothing for model {request.model!r}")
+
+    async def _count_sessions(self, tenant: str, most: int) -> int:
+        return await self.repo.sessions.count(tenant, most)
+
+    async def _committed_to(self, tenant: str, request: api.Commit) -> api.Session:
+        return await self.repo.sessions.get(tenant, request.id, request.namespace, request.lane)
 
     async def _settled(self, tenant: str, session: str) -> None:
         await self._commits.settle(tenant, session, self._clock.monotonic() + _SETTLE_S)
@@ -335,6 +352,8 @@ class Service:
             restarts=dict(self._restarts),
             collector=self._collections.stats(tenant),
             mesh=self._mesh.stats() if self._mesh is not None else None,
+            cost=self._costs.of("", self._collections.usage),
+            prices=self._costs.prices,
         )
 
     async def health(self, tenant: str, _: api.Nothing) -> api.Health:

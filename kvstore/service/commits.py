@@ -65,7 +65,7 @@ class Commits:
     Args:
         local: What a commit does on this node and in the bucket.
         journal: Keeps intents; None where there is no disk tier.
-        pending_bytes: Memory that pending commits may take; a single one always may.
+        pending_bytes: Memory that pending commits of one tenant may take; a single one always may.
     """
 
     def __init__(self, local: Local, journal: Journal | None, clock: Clock, ids: Ids, *, pending_bytes: int) -> None:
@@ -74,19 +74,20 @@ class Commits:
         self._lines: dict[Place, Line] = {}
         self._tries = Tries()
         self._made = Outcomes()
-        self._pending = self._bytes = 0
+        self._pending: Counter[str] = Counter()  # by tenant
+        self._bytes: Counter[str] = Counter()
         self._closing = False
         self.outcomes: Counter[str] = Counter()
 
     @property
     def pending(self) -> int:
         """Commits acknowledged locally and not yet in the bucket."""
-        return self._pending
+        return self._pending.total()
 
     @property
     def pending_bytes(self) -> int:
         """About how much memory they take."""
-        return self._bytes
+        return self._bytes.total()
 
     async def commit(self, tenant: str, request: api.Commit, durability: api.Durability) -> api.Receipt:
         """One commit. Asked for again under its write id while it is under way, it is the same one.
@@ -140,18 +141,21 @@ class Commits:
         return _promised(intent, durability)
 
     def _admit(self, intent: Intent) -> None:
-        if self._closing or self._pending >= MAX_PENDING or (self._pending and self._bytes + intent.bytes > self._limit):
+        pending, nbytes = self._pending[intent.tenant], self._bytes[intent.tenant]
+        if self._closing or pending >= MAX_PENDING or (pending and nbytes + intent.bytes > self._limit):
             self.outcomes["overloaded"] += 1
             raise Overloaded(
-                f"{self._pending} commits of {self._bytes} bytes wait for the store; "
-                f"at most {MAX_PENDING} and {self._limit} bytes (limits.pending_commits)"
+                f"{pending} commits of {nbytes} bytes wait for the store; "
+                f"at most {MAX_PENDING} and {self._limit} bytes of a tenant (limits.pending_commits)"
             )
-        self._pending += 1
-        self._bytes += intent.bytes
+        self._count(intent, 1)
 
     def _dismiss(self, intent: Intent) -> None:
-        self._pending -= 1
-        self._bytes -= intent.bytes
+        self._count(intent, -1)
+
+    def _count(self, intent: Intent, sign: int) -> None:
+        self._pending[intent.tenant] += sign
+        self._bytes[intent.tenant] += sign * intent.bytes
 
     @asynccontextmanager
     async def _entered(self, key: Place) -> AsyncIterator[Line]:
@@ -304,8 +308,7 @@ class Commits:
                 if session not in lines:
                     lines[session] = await entered.enter_async_context(self._entered(session))
                 lines[session].intents.append(intent)
-                self._pending += 1
-                self._bytes += intent.bytes
+                self._count(intent, 1)
             for intent in found:
                 await self._local.secure(intent.tenant, intent.request)
             for line in lines.values():
@@ -323,7 +326,7 @@ class Commits:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._closing = True
-        return self._pending
+        return self.pending
 
 
 def _may_follow(said: str, last: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore import codec
+from kvstore.accounts import Account
 from kvstore.ids import BlockName, Namespace, Shard, tier_key, tier_key_head, unpack_prefixes
 from kvstore.repo import BlockWant
 from tiering import Want
@@ -19,15 +20,29 @@ class Names:
     Attributes:
         namespace: Whose.
         shard: Which.
+        account: Where what is done with them is counted.
+        first: Whether it is the one rank whose tokens are counted; the others read the same tokens.
     """
 
-    __slots__ = ("_head", "_keys", "_sizes", "namespace", "shard")
+    __slots__ = ("_head", "_keys", "_sizes", "_token_bytes", "account", "first", "namespace", "shard")
 
-    def __init__(self, namespace: Namespace, shard: Shard) -> None:
+    def __init__(self, namespace: Namespace, shard: Shard, account: Account | None = None) -> None:
         self.namespace, self.shard = namespace, shard
+        self.account = account or Account(namespace.tenant, namespace.id)
+        self.first = shard.rank == shard.stage == shard.group == 0
+        self._token_bytes = 0
         self._head = tier_key_head(namespace.id, shard)
         self._keys: dict[bytes, bytes] = {}
         self._sizes: dict[int, int] = {}
+
+    def read(self, tier: str, tokens: int, nbytes: int = 0) -> None:
+        """Somebody got so many tokens of it; `nbytes` where they were counted, otherwise as a full block has it."""
+        if not self._token_bytes:
+            self._token_bytes = self.sizes([self.namespace.block_tokens])[0] // self.namespace.block_tokens
+            self.account.gpus = max(self.account.gpus, self.shard.ranks * self.shard.stages)
+        self.account.read[tier] += nbytes or tokens * self._token_bytes
+        if self.first:
+            self.account.tokens[tier] += tokens
 
     def keys(self, prefixes: bytes) -> list[bytes]:
         """The tier key of each. Raises `Invalid`."""

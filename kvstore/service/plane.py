@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from kvstore import api, codec
+from kvstore.accounts import Account, Accounts
 from kvstore.clock import Clock
 from kvstore.errors import Denied, Invalid
 from kvstore.ids import BlockName, Link, Namespace, PrefixId, Shard, pack_prefixes
@@ -66,16 +67,23 @@ class Reads(msgspec.Struct):
         """One request found a leading run of so many blocks."""
         self.requests[f"{op} {'complete' if run == of else 'partial' if run else 'miss'}"] += 1
 
-    def pinned(self, tokens: Sequence[int]) -> None:
+    def pinned(self, names: Names | None, tokens: Sequence[int]) -> None:
         """One request got leases on all of its blocks, from memory."""
+        total = sum(tokens)
         self.requests["get complete"] += 1
-        self.hit["dram"] += sum(tokens)
+        self.hit["dram"] += total
+        if names is not None:
+            names.read("dram", total)
 
-    def leased(self, links: Sequence[Link], leases: Sequence[Lease], miss: str) -> None:
-        """One request for these blocks got these leases."""
+    def leased(self, names: Names | None, links: Sequence[Link], leases: Sequence[Lease], miss: str, seconds: float) -> None:
+        """One request for these blocks got these leases, after so many seconds."""
         self.asked("get", len(leases), len(links))
         for link, lease in zip(links, leases, strict=False):
             self.hit[lease.source] += link.tokens
+            if names is not None:
+                names.read(lease.source, link.tokens, lease.size)
+        if names is not None and names.first:
+            names.account.load_s += seconds
         if miss:
             self.missed[miss] += sum(link.tokens for link in links[len(leases) :])
 
@@ -87,8 +95,11 @@ class Room:
         payload: Writable; the tensors in storage order, exactly `Plane.payload_bytes` long.
     """
 
-    def __init__(self, slot: DramSlot, name: BlockName, namespace: Namespace, stack: Stack, movers: Movers) -> None:
+    def __init__(
+        self, slot: DramSlot, name: BlockName, namespace: Namespace, stack: Stack, movers: Movers, account: Account
+    ) -> None:
         self._slot, self._name, self._namespace, self._stack, self._movers = slot, name, namespace, stack, movers
+        self._account = account
         self.payload = slot.view[codec.layout(namespace, name.shard, name.tokens).header_bytes :]
 
     async def publish(self) -> bool:
@@ -99,6 +110,7 @@ class Room:
             self._slot.abort()
             raise
         self._stack.publish(self._slot).release()
+        self._account.written += self._slot.want.size
         return True
 
     def abort(self) -> None:
@@ -117,6 +129,7 @@ class Plane:
         movers: Threads for digests and copies.
         turns: Who may move bytes now: reads always, restores when it is their turn.
         peers: Other nodes, where there are any.
+        accounts: Where reads and writes are counted by namespace.
 
     Attributes:
         reads: Counts.
@@ -131,8 +144,9 @@ class Plane:
         movers: Movers,
         turns: Turns,
         peers: Origin | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
-        self.turns = turns
+        self.turns, self._accounts = turns, accounts or Accounts()
         self._tiers, self._registry, self._clock, self._movers = tiers, registry, clock, movers
         self._beyond = Beyond(registry, origin, peers, clock)
         self._names: dict[tuple[str, str], Names] = {}
@@ -177,19 +191,20 @@ class Plane:
             NotFound: The namespace is not known to this tenant.
             Invalid: A block is named wrongly.
         """
-        deadline = self._clock.monotonic() + deadline_ms / 1000 if deadline_ms else None
+        begun, names = self._clock.monotonic(), None
+        deadline = begun + deadline_ms / 1000 if deadline_ms else None
         stack, farthest = self.tiers(tenant).stack, tier_reach(reach)
         await self.settled(tenant, deadline)
         fields = await self._beyond.fields(tenant, namespace, deadline)
         if isinstance(fields, Miss):
             run, miss = list[Lease](), fields.value
         else:
-            wants = block_wants(fields, shard, links)
+            wants, names = block_wants(fields, shard, links), self._names_of(fields, str(shard), shard)
             with self.turns.request():
                 run, miss = leading_run(await stack.get_many(wants, deadline=deadline, reach=farthest))
                 if miss == Miss.ABSENT.value and farthest is Reach.ORIGIN and self._beyond.bucket is not None:
                     miss = await self._lengthen(run, stack, fields, shard, links, deadline)
-        self.reads.leased(links, run, miss)
+        self.reads.leased(names, links, run, miss, self._clock.monotonic() - begun)
         return run, miss
 
     def pin_now(self, tenant: str, namespace: str, shard: str, prefixes: bytes, tokens: Sequence[int]) -> list[DramValue] | None:
@@ -214,10 +229,10 @@ class Plane:
             raise Invalid(f"{len(prefixes)} bytes of prefix_ids for {len(tokens)} blocks")
         return self._tiers[tenant].dram.pin_all(names.keys(prefixes), names.sizes(tokens))
 
-    def pinned(self, tenant: str, pins: Sequence[DramValue], tokens: Sequence[int]) -> None:
+    def pinned(self, tenant: str, namespace: str, shard: str, pins: Sequence[DramValue], tokens: Sequence[int]) -> None:
         """Count what `pin_now` gave, and what it means for eviction."""
         self._tiers[tenant].dram.pinned(pins)
-        self.reads.pinned(tokens)
+        self.reads.pinned(self._known(tenant, namespace, shard), tokens)
 
     def unpin(self, tenant: str, pins: Sequence[DramValue]) -> None:
         """Give back what `pin_now` gave."""
@@ -333,7 +348,7 @@ class Plane:
         if isinstance(slot, Miss):
             return None
         assert isinstance(wanted.ref, BlockWant)
-        return Room(slot, wanted.ref.name, fields, stack, self._movers)
+        return Room(slot, wanted.ref.name, fields, stack, self._movers, self._accounts.of(fields.tenant, fields.id))
 
     async def payload_bytes(self, tenant: str, namespace: str, shard: Shard, tokens: int) -> int:
         """Length of a block's payload, behind its header."""
@@ -430,7 +445,8 @@ class Plane:
         if names is None:
             if len(self._names) >= _NAMES:
                 self._names.clear()
-            names = self._names[fields.id, text] = Names(fields, shard or Shard.parse(text))
+            account = self._accounts.of(fields.tenant, fields.id)
+            names = self._names[fields.id, text] = Names(fields, shard or Shard.parse(text), account)
         return names
 
     async def _lengthen(

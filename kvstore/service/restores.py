@@ -69,7 +69,7 @@ class Restores:
         resolve: Finds a session's version; it waits for commits of that session that this node still has to land.
         plane: The tiers, and whose turn it is.
         settings: Of what is brought in ahead of its use.
-        limit: Restores remembered; running ones beyond it are refused.
+        limit: Restores of one tenant that are remembered; running ones beyond it are refused.
         longest: Seconds a restore works when it names no deadline.
     """
 
@@ -88,7 +88,8 @@ class Restores:
         self._resolve, self._plane, self._clock, self._ids = resolve, plane, clock, ids
         self._node, self._settings, self._limit, self._longest = node, settings, limit, longest
         self._all: dict[str, Restoring] = {}
-        self._ended: deque[str] = deque()  # in the order in which they are forgotten
+        self._of: Counter[str] = Counter()  # how many of them are a tenant's
+        self._ended: defaultdict[str, deque[str]] = defaultdict(deque)  # by tenant, in the order in which they are forgotten
         self._active: dict[tuple[str, bytes], Restoring] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # also those that were stopped and are winding down
         self._speculative: OrderedDict[str, Restoring] = OrderedDict()  # those at work or waiting
@@ -117,7 +118,7 @@ class Restores:
             if request.priority == "interactive":
                 self.promote(same)
             return self._timed(same)
-        self._make_room(request)
+        self._make_room(tenant, request)
         now = self._clock.monotonic()
         deadline = now + (request.deadline_ms / 1000 or self._longest)
         restore_id = self._ids.new()
@@ -125,11 +126,12 @@ class Restores:
             restore_id=restore_id, id=request.id, state="resolving", node=self._node, tier=request.tier, priority=request.priority
         )
         self._order += 1
-        ticket = Ticket(deadline, self._order, speculative=request.priority == "speculative")
+        ticket = Ticket(deadline, self._order, speculative=request.priority == "speculative", tenant=tenant)
         restore = Restoring(key, status, request, ticket, now, due or (deadline if request.deadline_ms else None))
         self._all[restore_id] = restore
-        if ticket.speculative and len(self._speculative) >= self._settings.waiting:
-            self._drop(restore, f"{len(self._speculative)} speculative restores wait; prestage.waiting allows no more")
+        self._of[tenant] += 1
+        if ticket.speculative and self._waiting(tenant) >= self._settings.waiting:
+            self._drop(restore, f"{self._waiting(tenant)} speculative restores wait; prestage.waiting allows no more of a tenant")
             return restore.status
         self._active[key] = restore
         if ticket.speculative:
@@ -154,15 +156,23 @@ class Restores:
             if (one.tenant, one.request.id, one.request.namespace, one.request.lane) == wanted
         ]
 
-    def _make_room(self, request: api.Restore) -> None:
-        while len(self._all) >= self._limit and self._ended:
-            del self._all[self._ended.popleft()]
-        if len(self._all) >= self._limit:
-            if request.priority == "speculative" or not self._speculative:
-                raise Overloaded(f"{len(self._all)} restores are running; limits.restores allows {self._limit}")
-            _, oldest = self._speculative.popitem(last=False)
+    def _waiting(self, tenant: str) -> int:
+        return sum(one.tenant == tenant for one in self._speculative.values())
+
+    def _make_room(self, tenant: str, request: api.Restore) -> None:
+        ended = self._ended[tenant]
+        while self._of[tenant] >= self._limit and ended:
+            self._forget(tenant, ended.popleft())
+        if self._of[tenant] >= self._limit:
+            oldest = next((one for one in self._speculative.values() if one.tenant == tenant), None)
+            if request.priority == "speculative" or oldest is None:
+                raise Overloaded(f"{self._of[tenant]} restores are running; limits.restores allows {self._limit} of a tenant")
             self._drop(oldest, "it gave way to a restore that somebody waits for")
-            del self._all[self._ended.pop()]
+            self._forget(tenant, ended.pop())
+
+    def _forget(self, tenant: str, restore_id: str) -> None:
+        del self._all[restore_id]
+        self._of[tenant] -= 1
 
     def _drop(self, restore: Restoring, why: str) -> None:
         self._set(restore, state="dropped", error=why)
@@ -231,7 +241,7 @@ class Restores:
         if restore.status.state not in _UNDER_WAY:
             self._active.pop(restore.key, None)
             self._speculative.pop(restore.status.restore_id, None)
-            self._ended.append(restore.status.restore_id)
+            self._ended[restore.tenant].append(restore.status.restore_id)
             restore.request = msgspec.structs.replace(restore.request, tokens=[], shards=())
             self.outcomes[f"{restore.status.priority} {restore.status.state}"] += 1
         changed, restore.changed = restore.changed, asyncio.Event()

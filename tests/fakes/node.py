@@ -98,7 +98,7 @@ class FakePlane:
         wants = [self.want(tenant, namespace, Shard.parse(shard), link) for link in links]
         return self.tiers[tenant].pin_all([want.key for want in wants], [want.size for want in wants])
 
-    def pinned(self, tenant, pins, tokens):
+    def pinned(self, tenant, namespace, shard, pins, tokens):
         self.tiers[tenant].pinned(pins)
 
     def unpin(self, tenant, pins):

@@ -404,4 +404,4 @@ async def test_pending_commits_are_bounded_in_bytes():
     for base in range(1, 11):
         await commits.commit(ME, commit_of(base, 20), "dram")
     assert await landed(commits)
-    assert (len(bucket.landed), commits._bytes) == (11, 0)
+    assert (len(bucket.landed), commits.pending_bytes) == (11, 0)

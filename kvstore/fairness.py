@@ -1,0 +1,93 @@
+"""Whose turn it is among tenants: who was given least goes next, so that a flood of one delays no other by more than its share."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Generic, NamedTuple, TypeVar
+
+X = TypeVar("X")
+
+
+class _Waiting(NamedTuple, Generic[X]):
+    rank: Any
+    order: int
+    cost: int
+    item: X
+
+
+class _Line(Generic[X]):
+    """One tenant's. `given` is a point on the clock of what was given to everybody."""
+
+    __slots__ = ("given", "waiting")
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.waiting: list[_Waiting[X]] = []
+
+
+class Lines(Generic[X]):
+    """What waits, in a line for each tenant.
+
+    Start-time fair queueing: taking an item moves its tenant's line on by the item's cost, and next is the first item of the line
+    that is least far. A line that was empty begins where the others are, so that nobody saves up turns. Whoever comes first to a
+    line therefore waits for at most one item of every other tenant, and whoever is n-th for at most n, if all cost the same.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[X]] = {}
+        self._now = self._order = 0
+
+    def __bool__(self) -> bool:
+        return any(line.waiting for line in self._lines.values())
+
+    def put(self, tenant: str, item: X, *, rank: Any = 0, cost: int = 1) -> None:
+        """Have an item wait.
+
+        Args:
+            tenant: In whose line.
+            item: What.
+            rank: The least of a line goes first; among equals who came first.
+            cost: How much of what is shared out it takes.
+        """
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = _Line()
+        if not line.waiting:
+            line.given = max(line.given, self._now)
+        self._order += 1
+        heapq.heappush(line.waiting, _Waiting(rank, self._order, cost, item))
+
+    def first(self) -> X:
+        """What is next; it stays. There must be something."""
+        return self._next().waiting[0].item
+
+    def take(self) -> X:
+        """What is next. There must be something."""
+        line = self._next()
+        taken = heapq.heappop(line.waiting)
+        self._now = line.given
+        line.given += taken.cost
+        self._forget()
+        return taken.item
+
+    def remove(self, item: X) -> bool:
+        """It does not wait any more. False: it did not."""
+        for line in self._lines.values():
+            for index, each in enumerate(line.waiting):
+                if each.item is item:
+                    del line.waiting[index]
+                    heapq.heapify(line.waiting)
+                    return True
+        return False
+
+    def _next(self) -> _Line[X]:
+        return min((line for line in self._lines.values() if line.waiting), key=_place)
+
+    def _forget(self) -> None:
+        """A line that is empty and not ahead of the others is like none."""
+        for tenant in [name for name, line in self._lines.items() if not line.waiting and line.given <= self._now]:
+            del self._lines[tenant]
+
+
+def _place(line: _Line[Any]) -> tuple[int, int]:
+    return line.given, line.waiting[0].order

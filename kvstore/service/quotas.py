@@ -1,0 +1,160 @@
+"""What a tenant may have in the bucket, and how often it may call. Beyond that is `Overloaded`, kind `quota`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from kvstore import api
+from kvstore.accounts import Accounts
+from kvstore.clock import Clock
+from kvstore.config import Tenant
+from kvstore.errors import Gone, KVTierError, NotFound, Overloaded
+
+_FREE: Final = frozenset({"health", "ready", "stats"})  # whoever watches a node must not be kept out by those it watches
+_MAKES: Final = frozenset({"create_session", "fork", "warm", "commit"})  # calls that may end in one session more
+_BURST_S: Final = 2.0  # calls that did not come are kept for that long
+_LATER_S: Final = 60  # for bytes and sessions: somebody has to delete something
+_LEAST_S: Final = 10.0  # between two counts of sessions,
+_REST: Final = 20  # and so many times as long as a count took
+
+CountSessions = Callable[[str, int], Awaitable[int]]  # of a tenant, up to a number
+Exists = Callable[[str, api.Commit], Awaitable[object]]  # raises `NotFound` or `Gone` where it does not
+
+
+class Rate:
+    """So many a second, some of them at once.
+
+    Args:
+        per_s: How many.
+        now: The clock's time.
+    """
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s, self._most = per_s, max(1.0, per_s * _BURST_S)
+        self._left, self._at = self._most, now
+
+    def take(self, now: float) -> float:
+        """One more: 0.0, or the seconds until there will be one."""
+        self._left = min(self._most, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1:
+            return (1 - self._left) / self._per_s
+        self._left -= 1
+        return 0.0
+
+
+class _Sessions:
+    """How many a tenant has: counted in the bucket, and carried on by what this node makes and deletes.
+
+    Other nodes' are seen at the next count. That comes when the number seems reached, and not often: it reads every head.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.known: int | None = None
+        self.again = -math.inf  # on the monotonic clock: not before
+
+
+class Quotas:
+    """Of all tenants of a node; those without any cost a look into a dictionary.
+
+    Args:
+        tenants: Their settings.
+        accounts: What this node has stored for them.
+        usage: What is alive in the bucket, by the last collection; a list of its own for each.
+        count: Sessions in the bucket.
+        exists: Looks for the session of a commit.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        accounts: Accounts,
+        usage: Callable[[], list[api.Usage]],
+        count: CountSessions,
+        exists: Exists,
+        clock: Clock,
+    ) -> None:
+        self._tenants = {name: one for name, one in tenants.items() if one.max_bytes or one.max_sessions or one.requests}
+        self._rates = {name: Rate(one.requests, clock.monotonic()) for name, one in self._tenants.items() if one.requests}
+        self._accounts, self._usage, self._count, self._exists, self._clock = accounts, usage, count, exists, clock
+        self._sessions = {name: _Sessions() for name, one in self._tenants.items() if one.max_sessions}
+        self._seen: list[api.Usage] | None = None
+        self._before: dict[str, int] = {}  # what this node had stored by the last collection
+
+    async def admit(self, tenant: str, name: str, request: api.Request) -> None:
+        """Let a call begin. Raises `Overloaded`."""
+        if tenant not in self._tenants or name in _FREE:
+            return
+        wait = self._rates[tenant].take(self._clock.monotonic()) if tenant in self._rates else 0.0
+        if wait:
+            limit = self._tenants[tenant].requests
+            raise _refused(f"tenant {tenant!r} may make {limit:g} calls per second", tenant, "requests", math.ceil(wait))
+        if isinstance(request, api.Commit) and self.full(tenant):
+            held, most = self._held(tenant), self._tenants[tenant].max_bytes
+            raise _refused(f"tenant {tenant!r} has {held} bytes in the bucket; it may have {most}", tenant, "max_bytes", _LATER_S)
+        if name in _MAKES and tenant in self._sessions:
+            await self._admit_session(tenant, request)
+
+    def full(self, tenant: str) -> bool:
+        """Whether a tenant has all the bytes that it may have."""
+        found = self._tenants.get(tenant)
+        return found is not None and bool(found.max_bytes) and self._held(tenant) >= found.max_bytes
+
+    def done(self, tenant: str, name: str, answer: api.Answer) -> None:
+        """A call succeeded."""
+        sessions = self._sessions.get(tenant)
+        if sessions is None or sessions.known is None:
+            return
+        if isinstance(answer, api.Receipt):
+            sessions.known += answer.version == 1
+        elif name in _MAKES:
+            sessions.known += 1
+        elif name == "delete_session":
+            sessions.known -= 1
+
+    def _held(self, tenant: str) -> int:
+        usage = self._usage()
+        if usage is not self._seen:
+            self._seen, self._before = usage, {name: self._kept(name) for name in self._tenants}
+        alive = sum(each.bytes for each in usage if each.tenant == tenant)
+        return alive + self._kept(tenant) - self._before[tenant]
+
+    def _kept(self, tenant: str) -> int:
+        return sum(account.kept for account in self._accounts if account.tenant == tenant)
+
+    async def _admit_session(self, tenant: str, request: api.Request) -> None:
+        most, sessions = self._tenants[tenant].max_sessions, self._sessions[tenant]
+        if isinstance(request, api.Commit) and request.base_version:
+            return
+        async with sessions.lock:
+            begun = self._clock.monotonic()
+            if sessions.known is None or (sessions.known >= most and begun >= sessions.again):
+                try:
+                    sessions.known = await self._count(tenant, most)
+                except KVTierError:
+                    return  # nobody can tell now; where the bucket is needed, the call says so itself
+                took = self._clock.monotonic() - begun
+                sessions.again = begun + took + max(_LEAST_S, _REST * took)
+            known = sessions.known
+        if known < most:
+            return
+        if isinstance(request, api.Commit):  # perhaps the first version of a session that was made empty
+            try:
+                await self._exists(tenant, request)
+            except (NotFound, Gone):
+                pass
+            else:
+                return
+        raise _refused(f"tenant {tenant!r} has {known} sessions; it may have {most}", tenant, "max_sessions", _LATER_S)
+
+
+def _refused(why: str, tenant: str, setting: str, seconds: int) -> Overloaded:
+    remedy = "ask less often" if setting == "requests" else "delete sessions, then collect"
+    return Overloaded(
+        why, kind="quota", remedy=f"{remedy}; or have [tenants.{tenant}] {setting} raised", retry_after_s=max(1, seconds)
+    )
