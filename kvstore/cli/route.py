@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Final
 
 import msgspec
@@ -9,7 +10,9 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
-from kvstore.errors import Invalid, KVTierError, Problem, Unavailable, Unsupported
+from kvstore.client.credential import Credential
+from kvstore.config import StorageUrl
+from kvstore.errors import Denied, Invalid, KVTierError, Problem, Unavailable, Unsupported
 from kvstore.gateway.routes import RouteAsked, Routes
 from kvstore.mesh.price import Tokens
 
@@ -57,6 +60,8 @@ def _ask(url: str, asked: RouteAsked) -> Routes:
         raise Invalid(f"--gateway is {url!r}; write it like {DEFAULT_GATEWAY}")
     body, headers = msgspec.json.encode(asked), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/route", body, headers)  # noqa: S310  the scheme is checked
+    for name, value in Credential.find(StorageUrl(scheme="kvtier"), os.environ).headers().items():
+        request.add_unredirected_header(name, value)
     try:
         with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:  # noqa: S310  the scheme is checked
             return msgspec.json.decode(answer.read(), type=Routes)
@@ -74,4 +79,5 @@ def _refusal(url: str, status: int, body: bytes) -> KVTierError:
     try:
         return msgspec.json.decode(body, type=Problem).error()
     except msgspec.MsgspecError:  # whatever stands before the gateway
-        return (Unavailable if status >= 500 else Invalid)(f"{url} answers {status}")
+        kind = Unavailable if status >= 500 else Denied if status in {401, 403} else Invalid
+        return kind(f"{url} answers {status}")

@@ -1,7 +1,7 @@
 """Settings: where they come from, what they are, and the storage URL."""
 
 from kvstore.config.addresses import is_loopback, parse_address, static_peers
-from kvstore.config.loading import Loaded, load, masked
+from kvstore.config.loading import Loaded, check_tls, load, masked
 from kvstore.config.quantities import Bytes, Seconds, parse_bytes, parse_seconds
 from kvstore.config.sections import (
     SECTIONS,
@@ -9,6 +9,7 @@ from kvstore.config.sections import (
     CodecName,
     DramSettings,
     Durability,
+    EncryptionSettings,
     LifecycleSettings,
     LimitSettings,
     NodeSettings,
@@ -33,6 +34,7 @@ __all__ = [
     "CodecName",
     "DramSettings",
     "Durability",
+    "EncryptionSettings",
     "LifecycleSettings",
     "LimitSettings",
     "Loaded",
@@ -48,6 +50,7 @@ __all__ = [
     "StoreSettings",
     "Tenant",
     "TlsSettings",
+    "check_tls",
     "is_loopback",
     "load",
     "masked",

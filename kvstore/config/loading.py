@@ -14,7 +14,7 @@ import msgspec
 
 from kvstore.config.addresses import parse_address, static_peers
 from kvstore.config.quantities import convert, parse_bytes
-from kvstore.config.sections import SECTIONS, PeersSettings, PricesSettings, Settings, Tenant
+from kvstore.config.sections import SECTIONS, PeersSettings, PricesSettings, Settings, Tenant, TlsSettings
 from kvstore.config.storage_url import StorageUrl
 from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
@@ -138,6 +138,14 @@ def prefill_of(prices: PricesSettings) -> dict[str, float]:
         if not (model and equals and 0 < found[model] < math.inf):
             raise Invalid(f"prices.models has {text!r}; write model=tokens-per-second, like meta-llama/Llama-3.1-8B=12000")
     return found
+
+
+def check_tls(tls: TlsSettings) -> None:
+    """Raises `Invalid` where a part of it is missing."""
+    if bool(tls.cert) != bool(tls.key):
+        raise Invalid("tls.cert and tls.key go together: set both, or neither")
+    if tls.client_ca and not tls.cert:
+        raise Invalid("tls.client_ca asks clients for certificates, which needs tls.cert and tls.key")
 
 
 def _check_peers(peers: PeersSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Final, Self
 
 import aiohttp
@@ -25,9 +26,12 @@ from kvstore.gateway.proxy import MOST_BODY, Proxy
 from kvstore.gateway.reading import read
 from kvstore.gateway.routes import Decision, RouteAsked, RouteChoice, Routes
 from kvstore.gateway.settings import GatewaySettings
+from kvstore.gateway.tenancy import salted
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
+from kvstore.server.auth import Door, access_of, authenticated, check_exposed, door, needs
 from kvstore.server.console import console_routes
 from kvstore.server.problems import problems
+from kvstore.server.tls import renew, server_context
 from kvstore.service.supervisor import Supervisor
 
 _MODELS_S: Final = 10.0
@@ -64,12 +68,13 @@ class Gateway:
         """Serve until the end of the block; then requests under way may end.
 
         Raises:
-            Invalid: No engine, or a setting that does not fit.
+            Invalid: No engine, or a setting that does not fit, tokens and certificates included.
             Unsupported: The tokenizer is not here.
             AlreadyExists: The address is taken.
         """
         clock, ids = clock or SystemClock(), ids or RandomIds()
         host, port = parse_address(settings.listen)
+        check_exposed(host, port, settings.auth, settings.tls, field="listen")
         async with AsyncExitStack() as lifetime:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
@@ -94,18 +99,23 @@ class Gateway:
             background.run("nodes", routing.whereabouts.keep)
             background.run("events", routing.follow)
             proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
-            app = _Face(engines, routing, proxy, session).application()
+            face = _Face(engines, routing, proxy, session)
+            app = face.application(door(settings.auth, clock))
+            context = server_context(settings.tls)
+            if context is not None:
+                background.run("certificates", partial(renew, context, settings.tls))
             runner = web.AppRunner(
                 app, access_log=None, shutdown_timeout=settings.bounds.drain_s + _LINGER_S, handler_cancellation=True
             )
             await runner.setup()
             lifetime.push_async_callback(runner.cleanup)
-            site = web.TCPSite(runner, host, port)
+            site = web.TCPSite(runner, host, port, ssl_context=context)
             try:
                 await site.start()
             except OSError as error:
                 raise AlreadyExists(f"{settings.listen}: {error.strerror}", remedy="set another --listen") from None
-            yield cls(f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}", routing)
+            scheme = "http" if context is None else "https"
+            yield cls(f"{scheme}://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}", routing)
 
 
 class _Face:
@@ -114,9 +124,9 @@ class _Face:
     def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession) -> None:
         self._engines, self._routing, self._proxy, self._session = engines, routing, proxy, session
 
-    def application(self) -> web.Application:
+    def application(self, who: Door) -> web.Application:
         """Every route."""
-        app = web.Application(middlewares=[problems], client_max_size=MOST_BODY)
+        app = web.Application(middlewares=[problems, authenticated(who, self._refused)], client_max_size=MOST_BODY)
         app.on_shutdown.append(lambda _: self._proxy.stop())
         app.on_response_prepare.append(_unsigned)
         app.add_routes(
@@ -136,11 +146,15 @@ class _Face:
         app.add_routes(console_routes("gateway"))
         return app
 
+    def _refused(self, op: str, outcome: str, seconds: float) -> None:  # noqa: ARG002  as every observer is told
+        self._proxy.counts["denied"] += 1
+
+    @needs("read")
     async def models(self, request: web.Request) -> web.Response:
         """As an engine says."""
-        said = request.headers.get("Authorization")
-        headers = {"Authorization": said} if said else {}
+        said = "" if access_of(request).token else request.headers.get("Authorization", "")
         for engine in self._engines.ready:
+            headers = {**({"Authorization": said} if said else {}), **engine.key.headers()}
             try:
                 asking = self._session.get(
                     f"{engine.url}/v1/models",
@@ -157,6 +171,7 @@ class _Face:
                 engine.down(told(error))
         raise self._engines.refusal()
 
+    @needs("read")
     async def route(self, request: web.Request) -> web.Response:
         """Where a prompt would go."""
         with self._proxy.admitted(request):
@@ -169,41 +184,52 @@ class _Face:
             raise Invalid(f"body: {error}") from None
         if (asked.token_ids is None) == (asked.prefix_ids is None):
             raise Invalid("name the prompt by exactly one of token_ids and prefix_ids")
-        ready, routing = self._engines.ready, self._routing
+        ready, routing, access = self._engines.ready, self._routing, access_of(request)
+        if asked.prefix_ids is not None:
+            access.check("admin")  # blocks by name may be another tenant's: where they are is not for everybody
         if not ready:
             raise routing.refusal()
         if asked.token_ids is not None:
-            plan = await routing.plan(asked.token_ids, asked.salt, ready)
+            salt = salted(access.tenant, asked.salt) if access.token else asked.salt
+            plan = await routing.plan(asked.token_ids, salt, ready)
         else:
             blocks = checked_blocks(asked.prefix_ids or [])
             plan = await routing.planned(blocks, asked.tokens or len(blocks) * routing.namespace.block_tokens, ready)
         found = [RouteChoice(engine=each.name, url=each.url, predicted=rounded(plan.priced[each.name])) for each in plan.engines]
         return _json(Routes(candidates=found))
 
+    @needs("admin")
     async def engines(self, _: web.Request) -> web.Response:
         """All of them."""
         return _json([_state(engine) for engine in self._engines.all.values()])
 
+    @needs("admin")
     async def decisions(self, _: web.Request) -> web.Response:
         """The last ones, newest first."""
         return _json(self._routing.decisions.shown())
 
+    @needs("admin")
     async def drain(self, request: web.Request) -> web.Response:
         """No more requests to one, or again."""
         engine = self._engines.get(request.match_info["name"])
         engine.draining = request.match_info["what"] == "drain"
         return _json(_state(engine))
 
+    @needs("open")
     async def healthy(self, _: web.Request) -> web.Response:
         """The process lives."""
         return web.Response(text="ok")
 
-    async def ready(self, _: web.Request) -> web.Response:
-        """And has an engine."""
+    @needs("open")
+    async def ready(self, request: web.Request) -> web.Response:
+        """And has an engine. Which ones there are is for `admin`."""
         if not self._engines.ready:
-            raise self._engines.refusal()
+            raise (
+                self._engines.refusal() if access_of(request).may("admin") else Unavailable("no engine takes requests", remedy=LOOK)
+            )
         return web.Response(text="ok")
 
+    @needs("metrics")
     async def metrics(self, request: web.Request) -> web.Response:
         """For Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

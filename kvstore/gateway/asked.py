@@ -28,7 +28,7 @@ CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 LONGEST: Final = 1 << 21  # tokens of a prompt that is looked into; no engine takes longer ones
 MOST_LOOKED_INTO: Final = 16 << 20  # bytes of a prompt
-_SMALL: Final = 1 << 16  # bytes of a field that says whose a request is
+SMALL: Final = 1 << 16  # bytes of a field that says whose a request is
 # Who asks for what; read where they are short.
 _READ: Final[tuple[str, ...]] = (*SESSION, *PARENT, "kv_transfer_params", "vllm_xargs", "cache_salt", "stream")
 PROMPT: Final = (  # besides `messages` or `prompt`
@@ -112,7 +112,7 @@ def asked(path: str, body: bytes, headers: CIMultiDictProxy[str], *, header: str
     try:
         found = msgspec.structs.astuple(_BODY.decode(body))
         raw = {name: each for name, each in zip(_NAMES.values(), found, strict=True) if each}
-        read = {name: msgspec.json.decode(raw[name]) for name in _READ if name in raw and size(raw[name]) <= _SMALL}
+        read = {name: msgspec.json.decode(raw[name]) for name in _READ if name in raw and size(raw[name]) <= SMALL}
     except (msgspec.MsgspecError, RecursionError) as error:
         raise Invalid(f"the body must be a JSON object: {error}") from None
     fields: dict[str, Any] = {**raw, **read}

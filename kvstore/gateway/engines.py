@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvstore.client.credential import Credential
 from kvstore.errors import Invalid, NotFound, Overloaded, Unavailable
 from kvstore.gateway.failing import told
 
@@ -35,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         replay: Where it sends again what was missed of them.
         topic: Of its events.
         requests: Most requests that it is sent at a time; others wait for other engines, or are refused.
+        key_file: File with the API key that it wants, if any: sent instead of what clients send, and read again when it changes.
     """
 
     url: str
@@ -44,6 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replay: str = ""
     topic: str = ""
     requests: int = 256
+    key_file: str = ""
 
 
 class Engine:
@@ -58,6 +61,7 @@ class Engine:
         running: Requests that it works on for us.
         sent: Requests that it was sent.
         failed: Those that it failed before its first byte.
+        key: What it is shown.
     """
 
     def __init__(self, name: str, settings: EngineSettings) -> None:
@@ -70,6 +74,7 @@ class Engine:
             raise Invalid(f"engines.{name}.requests and .ranks must be at least 1")
         self.name, self.settings = name, settings
         self.url = settings.url.rstrip("/").removesuffix("/v1")
+        self.key = Credential(file=settings.key_file)
         self.up, self.draining = False, False
         self.running = self.sent = self.failed = 0
         self._missed = 0

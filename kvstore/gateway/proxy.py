@@ -14,12 +14,15 @@ from typing import Annotated, Final, Protocol
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from kvstore.errors import Invalid, Overloaded, Unavailable
 from kvstore.gateway.asked import ENGINE, ROUTE, Asked, asked, passed_on
 from kvstore.gateway.engines import LOOK, Engine
 from kvstore.gateway.failing import has_died, told
 from kvstore.gateway.reading import read
+from kvstore.gateway.tenancy import of_tenant
+from kvstore.server.auth import access_of, needs
 
 log = logging.getLogger(__name__)
 MOST_BODY: Final = 64 << 20
@@ -124,6 +127,7 @@ class Proxy:
             if not wait.expired():
                 wait.reschedule(min(wait.when() or self._ends, self._ends))
 
+    @needs("write")
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward one request.
 
@@ -166,7 +170,9 @@ class Proxy:
             raise Invalid(f"body: {error}") from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        wanted = asked(request.path, await self.body(request), request.headers, header=self._header)
+        wanted, access = asked(request.path, await self.body(request), request.headers, header=self._header), access_of(request)
+        if access.token:
+            wanted = of_tenant(wanted, access.tenant, header=self._header)
         choice = await self._chooser.choose(wanted)
         why, tries, dead = "", 0, 0
         for engine in choice.engines:
@@ -224,7 +230,9 @@ class Proxy:
                 self._waits.discard(wait)
 
     def _asking(self, wanted: Asked, engine: Engine) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.post(engine.url + wanted.path, data=wanted.body, headers=wanted.headers, allow_redirects=False)
+        headers = CIMultiDict(wanted.headers)
+        headers.update(engine.key.headers())
+        return self._session.post(engine.url + wanted.path, data=wanted.body, headers=headers, allow_redirects=False)
 
     def _response(self, answer: aiohttp.ClientResponse, choice: Choice, engine: Engine) -> web.StreamResponse:
         """What a client is to be told of an answer. Raises `_Elsewhere` for one that another engine may give instead."""

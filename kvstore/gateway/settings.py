@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvstore.config import is_loopback, parse_address
+from kvstore.config import AuthSettings, TlsSettings, check_tls, parse_address
 from kvstore.errors import Invalid
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Bounds
+from kvstore.server.auth import check_exposed
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +22,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         engines: `[engines.<name>]`.
         listen: Its own address.
-        anonymous: Whether it may listen beyond loopback, where anybody who reaches it can use the engines.
+        auth: `[auth]`: who may use it, as of a node.
+        tls: `[tls]`: its certificates, as of a node.
         model: Of the engines, as their KV's namespace has it; "" where no node is asked.
         tokenizer: Folder or id of the model's tokenizer; "" asks the engines.
         header: A further header that may hold a session's id.
@@ -31,7 +33,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     engines: dict[str, EngineSettings] = {}
     listen: str = "127.0.0.1:7900"
-    anonymous: bool = False
+    auth: AuthSettings = AuthSettings()
+    tls: TlsSettings = TlsSettings()
     model: str = ""
     tokenizer: str = ""
     header: str = ""
@@ -65,11 +68,8 @@ def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), 
     except msgspec.ValidationError as error:
         raise Invalid(f"{name}: {error}") from None
     host, port = parse_address(settings.listen, "listen")
-    if not is_loopback(host) and not settings.anonymous:
-        raise Invalid(
-            f"listen is {settings.listen!r}, and a gateway asks nobody who they are",
-            remedy=f"use 127.0.0.1:{port} behind a proxy that does, or set anonymous = true on a network that you trust",
-        )
+    check_tls(settings.tls)
+    check_exposed(host, port, settings.auth, settings.tls, field="listen")
     return settings
 
 

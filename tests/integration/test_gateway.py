@@ -256,7 +256,7 @@ def test_settings_of_a_file_and_flags():
         ("", {"engines": ["a=http://h,ranks=x"]}, "^--engine a: .*ranks"),
         ("[engines.a]\nnod = 1", {}, "engines.a: unknown part nod; known: "),
         ("engines = 1", {}, "engines"),
-        ("", {"listen": "0.0.0.0:1"}, "asks nobody who they are"),
+        ("", {"listen": "0.0.0.0:1"}, "without access tokens"),
         ("", {"listen": "here"}, "listen is 'here'"),
     ],
 )
