@@ -43,7 +43,7 @@ class Shelf:
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._here = dict.fromkeys(keys)
-        self._told: Watch = lambda _key, _by: None
+        self._told: Watch = lambda _key, _by, _ref: None
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """As a tier does."""
@@ -55,14 +55,14 @@ class Shelf:
 
     def watch(self, told: Watch | None) -> None:
         """As a tier does."""
-        self._told = told or (lambda _key, _by: None)
+        self._told = told or (lambda _key, _by, _ref: None)
 
     def move(self, come: bytes, go: bytes) -> None:
         """One comes, one goes."""
         self._here[come] = None
-        self._told(come, 1)
+        self._told(come, 1, None)
         del self._here[go]
-        self._told(go, -1)
+        self._told(go, -1, None)
 
 
 class Blocks:

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
-from kvstore.errors import Invalid
+from kvstore.errors import Invalid, Unsupported
 from kvstore.keys import Keys
 from kvstore.lifecycle.collector import CollectSettings
 from kvstore.lifecycle.health import Health, StoreSigns, collector_reason
@@ -21,6 +22,7 @@ from kvstore.lifecycle.prestage import Turns
 from kvstore.lifecycle.runners import InProcess, Subprocess
 from kvstore.lifecycle.warm import keep_learning
 from kvstore.lifecycle.worker import Collections
+from kvstore.mesh.inventory import Holder
 from kvstore.mesh.opening import Mesh
 from kvstore.mesh.peers import Peers
 from kvstore.objects import ObjectStore, RetryingStore, S3Store, probe
@@ -43,6 +45,9 @@ from kvstore.service.supervisor import Supervisor
 from tiering import DiskTier, DramTier, Movers, Origin, PathInUse, SecondSight, Stack, StackSettings
 
 DEFAULT_TENANT = "default"
+if TYPE_CHECKING:
+    from kvstore.mesh.publishing import Publisher
+
 
 
 class Node:
@@ -108,7 +113,8 @@ class Node:
             origins: list[Origin] = [*([mesh.peers] if mesh else []), *([bucket] if bucket.configured else [])]
             tiers = await _tenants(settings, origins, disk, movers, clock, lifetime)
             if mesh:
-                await mesh.tell_of([*(each.dram for each in tiers.values()), *([disk] if disk else [])], movers.run, clock)
+            events, held = await _heard(settings, tiers, disk, clock, lifetime)
+                await mesh.tell_of(held, movers.run, clock)
             registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
             beyond = bucket if bucket.configured else None
             plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None, accounts=accounts)
@@ -149,11 +155,14 @@ class Node:
                 accounts=accounts,
                 mesh=mesh,
             )
+                events=events,
             lifetime.push_async_callback(service.aclose)
             lifetime.push_async_callback(background.aclose)
             background.run("bucket", bucket.watch)
             background.run("health", partial(health.watch, clock))
             background.run("replay", partial(_replay, commits, degraded))
+            for name, work in events.work.items() if events else ():
+                background.run(name, work)
             if bucket.configured:
                 background.run("collect", collections.keep)
                 background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
@@ -248,6 +257,23 @@ async def _mesh(settings: Settings, node_id: str, clock: Clock, ids: Ids, health
 
 async def _tenants(
     settings: Settings, origins: Sequence[Origin], disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
+async def _heard(
+    settings: Settings, tiers: Mapping[str, TenantTiers], disk: DiskTier | None, clock: Clock, lifetime: AsyncExitStack
+) -> tuple[Publisher | None, list[Holder]]:
+    """Who publishes what the tiers have, if anybody; and the tiers, for whoever else wants to hear of it."""
+    node = settings.node
+    held: list[Holder] = [*(each.dram for each in tiers.values()), *([disk] if disk else [])]
+    if not node.events:
+        return None, held
+    try:
+        from kvstore.mesh.publishing import Publisher  # noqa: PLC0415  ZeroMQ is an extra
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"node.events needs the package {error.name}", remedy="pip install 'kvtier[mesh]'") from None
+    opening = Publisher.open(node.events, node.events_replay, settings.peers.networks, clock)
+    events = await lifetime.enter_async_context(opening)
+    return events, [events.hear(each, "NVME" if each is disk else "DRAM") for each in held]
+
+
 ) -> dict[str, TenantTiers]:
     """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and what is beyond it are common."""
     uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}

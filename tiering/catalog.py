@@ -195,7 +195,7 @@ class Catalog:
             self._policy.add(placed.key)
             self._rank(entry)
             if self.watch is not None:
-                self.watch(placed.key, 1)
+                self.watch(placed.key, 1, None)
 
     def withdraw(self, placed: Placed) -> None:
         """A value that may or may not have reached the index must not be there; its payload stays reserved."""
@@ -271,7 +271,7 @@ class Catalog:
         placed = entry.placed
         del self._entries[placed.key]
         if self.watch is not None:
-            self.watch(placed.key, -1)
+            self.watch(placed.key, -1, None)
         self._policy.remove(placed.key)
         self.budget.free(placed.size)
         if entry.pinned:

@@ -442,7 +442,7 @@ class DramTier:
         self._ranking.forget(value)
         value.gone = True
         if self._watch is not None:
-            self._watch(value.key, -1)
+            self._watch(value.key, -1, None)
         if not value.leases:
             self._free(value)
 
@@ -480,7 +480,7 @@ class DramTier:
             value = self._values[want.key] = DramValue(want.key, offset, want.size)
             self.stats.bytes_in += want.size
             if self._watch is not None:
-                self._watch(want.key, 1)
+                self._watch(want.key, 1, want.ref)
             lease = self._leased(value, use=use)
             value.borrowed = borrowed
             return lease

@@ -164,9 +164,10 @@ Tell = Callable[[int], None]
 """From any thread, one at a time: `tell(n)`: the first n bytes are there and verified, while the others still come. `tell(0)`: they
 are about to be overwritten by another attempt; when it returns, nobody reads them any more."""
 
-Watch = Callable[[bytes, int], None]
-"""From any thread, in a tier's own order: `watch(key, 1)`: the tier has it now; `watch(key, -1)`: it has it no more. The tier's
-lock is held: it returns at once, and calls nothing of the tier."""
+Watch = Callable[[bytes, int, object], None]
+"""From any thread, in a tier's own order: `watch(key, 1, ref)`: the tier has it now; `watch(key, -1, None)`: it has it no more.
+`ref` is its want's, from a tier that has the want at hand, else None. The tier's lock is held: it returns at once, and calls
+nothing of the tier."""
 
 
 class Origin(Protocol):

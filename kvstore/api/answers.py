@@ -281,6 +281,7 @@ class Stats(Answer, frozen=True, kw_only=True):
         bucket: How its store is doing.
         restarts: How often each background task failed and was started again.
         mesh: Its part in a mesh; None where it has none.
+        events: What it publishes: `batches` and `blocks`; `dropped` moves; `unnamed` blocks; `replays` asked for; `refused`.
         cost: What each tenant and namespace cost and saved.
         prices: What its estimates are made with.
         whole: Whether this tells of the whole node, for which a caller needs the scope `admin`. If not, it tells of the caller's
@@ -307,6 +308,7 @@ class Stats(Answer, frozen=True, kw_only=True):
     bucket: StoreStats = StoreStats()
     restarts: dict[str, int] = {}
     mesh: MeshStats | None = None
+    events: dict[str, int] = {}
     cost: list[Cost] = []
     prices: Prices = Prices()
     whole: bool = True

@@ -107,10 +107,12 @@ def _check(settings: Settings) -> None:
         raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
     if settings.node.listen:
         parse_address(settings.node.listen)
-    if bool(settings.tls.cert) != bool(settings.tls.key):
-        raise Invalid("tls.cert and tls.key go together: set both, or neither")
-    if settings.tls.client_ca and not settings.tls.cert:
-        raise Invalid("tls.client_ca asks clients for certificates, which needs tls.cert and tls.key")
+    for field, text in (("node.events", settings.node.events), ("node.events_replay", settings.node.events_replay)):
+        if text and (not text.startswith("tcp://") or not parse_address(text.removeprefix("tcp://"), field)[1]):
+            raise Invalid(f"{field} is {text!r}; write it like tcp://127.0.0.1:5557")
+    if settings.node.events_replay and not settings.node.events:
+        raise Invalid("node.events_replay sends again what node.events publishes, which is empty")
+    check_tls(settings.tls)
     for name, tenant in settings.tenants.items():
         if min(tenant.max_sessions, tenant.requests) < 0:
             raise Invalid(f"tenants.{name}: max_sessions and requests must be at least 0 (0: no limit)")

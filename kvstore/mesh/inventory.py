@@ -231,7 +231,7 @@ class Inventory:
         self._next = self._clock.monotonic() + self._settings.pass_s * _SLICE / BUCKETS
         return pause if self._urgent else _STEP_S
 
-    def _hear(self, key: bytes, by: int) -> None:
+    def _hear(self, key: bytes, by: int, _: object) -> None:
         """On any thread, under a tier's lock."""
         if len(self._events) < _EVENTS:
             self._events.append((key, by))

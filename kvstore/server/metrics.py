@@ -98,6 +98,8 @@ class NodeCollector(Collector):
         yield _counts("kvtier_task_restarts", "Failures of background tasks.", "task", stats.restarts)
         yield from _collector(stats.collector)
         yield from cost_metrics(stats.cost, stats.prices)
+        if stats.events:
+            yield _counts("kvtier_events", "KV events: what was published, asked for again, and lost.", "what", stats.events)
         if stats.mesh is not None:
             yield GaugeMetricFamily("kvtier_mesh_members", "Other nodes, as last known.", len(stats.mesh.members))
             yield _counts("kvtier_mesh_fetches", "Blocks asked of other nodes, and what came of it.", "outcome", stats.mesh.fetches)

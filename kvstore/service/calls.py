@@ -6,7 +6,7 @@ Every face (HTTP, Unix socket, embedded) comes through here, so that limits, ten
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstore import api
 from kvstore.accounts import Accounts
@@ -36,6 +36,9 @@ from kvstore.service.staging import Resolved
 from kvstore.service.stats import latency, store_stats, tier_stats
 from kvstore.service.wants import parse_shards
 
+if TYPE_CHECKING:
+    from kvstore.mesh.publishing import Publisher
+
 MAX_LABELS, MAX_LABEL_BYTES, MAX_TTL, MAX_WAIT_MS, MAX_HOLD_MS = 32, 256, 10 * 365 * 86400, 60_000, 600_000
 _RESOLVING: Final = 16  # sessions that are looked up at once for restores
 _SETTLE_S: Final = 30.0  # a call that reads a session waits that long for this node's own commits to land
@@ -53,6 +56,7 @@ class Service:
         signs: How the bucket's store is doing.
         restarts: Of background tasks.
         accounts: What was done for whom.
+        events: Who is told of what comes and goes, if anybody.
     """
 
     def __init__(
@@ -73,10 +77,11 @@ class Service:
         restarts: Mapping[str, int],
         accounts: Accounts,
         mesh: Mesh | None = None,
+        events: Publisher | None = None,
     ) -> None:
         self.node_id, self.version, self.settings, self._clock = node_id, version, settings, clock
         self._bucket, self._registry, self.plane, self._commits = bucket, registry, plane, commits
-        self._collections, self._mesh = collections, mesh
+        self._collections, self._mesh, self._events = collections, mesh, events
         self._health, self._signs, self._restarts = health, signs, restarts
         self._started = clock.monotonic()
         limits = settings.limits
@@ -226,6 +231,8 @@ class Service:
         self._ttl(request.ttl_s)
         await self.plane.settled(tenant)
         self.plane.grown(tenant, fields, request.shards, request.blocks)
+        if self._events is not None:
+            self._events.grown(request.id, fields.id, request.shards, request.blocks)
         return await self._commits.commit(tenant, request, request.durability or self.settings.store.durability)
 
     async def fork(self, tenant: str, request: api.Fork) -> api.Session:
@@ -352,6 +359,7 @@ class Service:
             restarts=dict(self._restarts),
             collector=self._collections.stats(tenant),
             mesh=self._mesh.stats() if self._mesh is not None else None,
+            events=dict(self._events.counts) if self._events is not None else {},
             cost=self._costs.of("", self._collections.usage),
             prices=self._costs.prices,
         )

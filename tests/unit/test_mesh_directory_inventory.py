@@ -35,11 +35,11 @@ class Shelf:
 
     def put(self, one):
         self.here.add(one)
-        self.told(one, 1)
+        self.told(one, 1, None)
 
     def take(self, one):
         self.here.remove(one)
-        self.told(one, -1)
+        self.told(one, -1, None)
 
 
 class Book:
