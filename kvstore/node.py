@@ -44,10 +44,10 @@ from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
 from tiering import DiskTier, DramTier, Movers, Origin, PathInUse, SecondSight, Stack, StackSettings
 
-DEFAULT_TENANT = "default"
 if TYPE_CHECKING:
     from kvstore.mesh.publishing import Publisher
 
+DEFAULT_TENANT = "default"
 
 
 class Node:
@@ -112,9 +112,9 @@ class Node:
             mesh = await _mesh(settings, node_id, clock, ids, health, lifetime)
             origins: list[Origin] = [*([mesh.peers] if mesh else []), *([bucket] if bucket.configured else [])]
             tiers = await _tenants(settings, origins, disk, movers, clock, lifetime)
-            if mesh:
             events, held = await _heard(settings, tiers, disk, clock, lifetime)
-                await mesh.tell_of(held, movers.run, clock)
+            if mesh:
+                await mesh.tell_of([*(each.dram for each in tiers.values()), *([disk] if disk else [])], movers.run, clock)
             registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
             beyond = bucket if bucket.configured else None
             plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None, accounts=accounts)
@@ -154,15 +154,15 @@ class Node:
                 restarts=background.restarts,
                 accounts=accounts,
                 mesh=mesh,
-            )
                 events=events,
+            )
             lifetime.push_async_callback(service.aclose)
             lifetime.push_async_callback(background.aclose)
             background.run("bucket", bucket.watch)
             background.run("health", partial(health.watch, clock))
-            background.run("replay", partial(_replay, commits, degraded))
             for name, work in events.work.items() if events else ():
                 background.run(name, work)
+            background.run("replay", partial(_replay, commits, degraded))
             if bucket.configured:
                 background.run("collect", collections.keep)
                 background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
@@ -255,8 +255,6 @@ async def _mesh(settings: Settings, node_id: str, clock: Clock, ids: Ids, health
     return mesh
 
 
-async def _tenants(
-    settings: Settings, origins: Sequence[Origin], disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
 async def _heard(
     settings: Settings, tiers: Mapping[str, TenantTiers], disk: DiskTier | None, clock: Clock, lifetime: AsyncExitStack
 ) -> tuple[Publisher | None, list[Holder]]:
@@ -274,6 +272,8 @@ async def _heard(
     return events, [events.hear(each, "NVME" if each is disk else "DRAM") for each in held]
 
 
+async def _tenants(
+    settings: Settings, origins: Sequence[Origin], disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
 ) -> dict[str, TenantTiers]:
     """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and what is beyond it are common."""
     uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
