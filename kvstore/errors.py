@@ -229,7 +229,10 @@ KINDS: dict[str, Kind] = {
     "not_found": Kind(NotFound, 404, EXIT_NOT_FOUND, "check the name; `kvtier sessions ls` shows what exists"),
     "gone": Kind(Gone, 410, EXIT_NOT_FOUND, "the session was deleted or expired: create it again"),
     "key_destroyed": Kind(
-        Gone, 410, EXIT_NOT_FOUND, "the tenant's keys were deleted on purpose: use another tenant; `kvtier tenants rm` drops its sessions"
+        Gone,
+        410,
+        EXIT_NOT_FOUND,
+        "the tenant's keys were deleted on purpose: use another tenant; `kvtier tenants rm` drops its sessions",
     ),
     "already_exists": Kind(AlreadyExists, 409, EXIT_FAILED, "choose another name, or delete the session that has it"),
     "denied": Kind(Denied, 403, EXIT_FAILED, "check the credentials and the rights of the principal"),
@@ -285,7 +288,7 @@ KINDS: dict[str, Kind] = {
         Unsupported,
         501,
         EXIT_FAILED,
-        "choose another prefix in store.url: a root is encrypted from its first object on, or never; or unset [encryption] key_file",
+        "choose another prefix in store.url: a root is encrypted from its first object on, or never; or unset encryption.key_file",
     ),
     "unsafe_store": Kind(
         Unsupported,

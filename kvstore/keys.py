@@ -2,7 +2,7 @@
 
 Layout under the root (schema/FORMAT.md, section 5)::
 
-    format.json  epoch  hints/{collect,usage}
+    format.json  epoch  keyring  keys/<tenant>  hints/{collect,usage}
     namespaces/<namespace>.json
     blocks/<namespace>/<shard>/<prefix_id>/<gen>
     heads/<tenant>/<family>
@@ -16,7 +16,7 @@ its folder.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -86,21 +86,73 @@ class BlockKey(msgspec.Struct, frozen=True):
     gen: int
 
 
-class Keys:
-    """Keys under one root, such as `prod/kv` (or "" for the whole bucket)."""
+class Veil(Protocol):
+    """How a sealed root spells what must not be read, nor guessed, off its keys. Deterministic: look-ups are by name."""
 
-    def __init__(self, root: str = "") -> None:
+    def block(self, namespace: NamespaceId, shard: str, prefix_id: PrefixId) -> str:
+        """64 hex digits in a PrefixId's place."""
+        ...
+
+    def session(self, tenant: str, name: str) -> str:
+        """A segment in a session id's place; `tenant` is its segment."""
+        ...
+
+    def lane(self, place: str, lane: str) -> str:
+        """A segment in a lane's place, below the key `place`."""
+        ...
+
+    def lane_of(self, place: str, segment: str) -> str | None:
+        """The inverse of `lane`; None for a foreign segment."""
+        ...
+
+
+class Keys:
+    """Keys under one root, such as `prod/kv` (or "" for the whole bucket).
+
+    Args:
+        root: Its prefix.
+        veil: Of a sealed root; see `veiled`.
+    """
+
+    def __init__(self, root: str = "", veil: Veil | None = None) -> None:
         if root and (not _ROOT.fullmatch(root) or any(part in {".", ".."} for part in root.split("/")) or len(root) > MAX_SEGMENT):
             raise Invalid(
                 f"store prefix {root!r} must be '/'-separated parts of letters, digits and ._~=+-, without '.' or '..' parts"
             )
-        self.root = f"{root}/" if root else ""
+        self.root, self._veil = f"{root}/" if root else "", veil
         self.format = f"{self.root}format.json"
         self.epoch = f"{self.root}epoch"
+        self.keyring = f"{self.root}keyring"
         self.collect_hint = f"{self.root}hints/collect"
         self.usage_hint = f"{self.root}hints/usage"
         self.namespaces = f"{self.root}namespaces/"
         self.blocks = f"{self.root}blocks/"
+        self._sealed = (self.blocks, f"{self.root}manifests/", f"{self.root}names/")
+
+    def veiled(self, veil: Veil) -> Keys:
+        """Keys of the same root, sealed."""
+        return Keys(self.root.removesuffix("/"), veil)
+
+    @property
+    def plain(self) -> bool:
+        """Whether names of sessions and blocks can be read off the keys."""
+        return self._veil is None
+
+    def seals(self, key: str) -> bool:
+        """Whether the body of that key is sealed in a sealed root."""
+        return key.startswith(self._sealed)
+
+    def bound(self, key: str) -> str:
+        """What a sealed body is bound to: its key under the root; a block's without the generation, which a copy changes."""
+        return (key.rpartition("/")[0] if key.startswith(self.blocks) else key).removeprefix(self.root)
+
+    def tenant_keys(self, escaped_tenant: str) -> str:
+        """Register of a tenant's data keys."""
+        return self._key("keys", escaped_tenant)
+
+    def all_tenant_keys(self) -> str:
+        """List prefix of those of all tenants."""
+        return self._key("keys", "")
 
     def _key(self, *segments: str) -> str:
         key = self.root + "/".join(segments)
@@ -120,18 +172,21 @@ class Keys:
 
     def block(self, namespace: NamespaceId, shard: str, prefix_id: PrefixId, gen: int) -> str:
         """A block object."""
-        return self._key("blocks", namespace, shard, prefix_id, gen_text(gen))
+        return self._key("blocks", namespace, shard, self._block(namespace, shard, prefix_id), gen_text(gen))
 
     def block_gens(self, namespace: NamespaceId, shard: str, prefix_id: PrefixId) -> str:
         """List prefix of all generations of a block."""
-        return self._key("blocks", namespace, shard, prefix_id, "")
+        return self._key("blocks", namespace, shard, self._block(namespace, shard, prefix_id), "")
+
+    def _block(self, namespace: NamespaceId, shard: str, prefix_id: PrefixId) -> str:
+        return prefix_id if self._veil is None else self._veil.block(namespace, shard, prefix_id)
 
     def namespace_blocks(self, namespace: NamespaceId) -> str:
         """List prefix of all blocks of a namespace."""
         return self._key("blocks", namespace, "")
 
     def parse_block(self, key: str) -> BlockKey | None:
-        """The inverse of `block`; None for a foreign key."""
+        """The inverse of `block`; None for a foreign key. In a sealed root `prefix_id` is what stands in its place."""
         parts = key.removeprefix(self.blocks).split("/")
         gen = parse_gen(parts[-1])
         if not key.startswith(self.blocks) or len(parts) != 4 or gen is None or not (is_hex_id(parts[0]) and is_hex_id(parts[2])):
@@ -174,16 +229,23 @@ class Keys:
 
     def name(self, tenant: str, name: str, namespace: NamespaceId, lane: str) -> str:
         """Which family and branch a session id means."""
-        return self._key("names", escape(tenant), escape(name), namespace, lane)
+        if self._veil is None:
+            return self._key("names", escape(tenant), escape(name), namespace, lane)
+        place = "/".join(("names", escape(tenant), self._veil.session(escape(tenant), name), namespace))
+        return self._key(place, self._veil.lane(place, lane))
 
     def name_lanes(self, tenant: str, name: str) -> str:
         """List prefix of what one session id holds: its namespaces and lanes."""
-        return self._key("names", escape(tenant), escape(name), "")
+        segment = escape(name) if self._veil is None else self._veil.session(escape(tenant), name)
+        return self._key("names", escape(tenant), segment, "")
 
     def parse_name(self, key: str) -> tuple[str, NamespaceId, str] | None:
-        """(escaped name, namespace, lane) of a name's key; None for a foreign key."""
+        """(segment of the name, namespace, lane) of a name's key; None for a foreign key."""
         parts = key.removeprefix(self.root).split("/")
-        return (parts[2], NamespaceId(parts[3]), parts[4]) if len(parts) == 5 and parts[0] == "names" else None
+        if len(parts) != 5 or parts[0] != "names":
+            return None
+        lane = parts[4] if self._veil is None else self._veil.lane_of("/".join(parts[:4]), parts[4])
+        return None if lane is None else (parts[2], NamespaceId(parts[3]), lane)
 
 
 def manifest_name(gen: int, token: str) -> str:

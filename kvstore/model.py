@@ -11,10 +11,11 @@ from typing import Annotated, ClassVar, Final, TypeVar
 import msgspec
 from blake3 import blake3
 
-from kvstore.errors import Corrupt, Unsupported
-from kvstore.ids import MAX_BLOCK_TOKENS, NamespaceId, PrefixId
+from kvstore.errors import Corrupt, KVTierError, Unsupported
+from kvstore.ids import MAX_BLOCK_TOKENS, Namespace, NamespaceId, PrefixId
 
 FORMAT_VERSION: Final = 1
+SEALED_VERSION: Final = 2  # of `format.json` alone: whoever knows only 1 must not write in the clear there
 RECENT: Final = 32  # write ids a head remembers (R8)
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024  # decoded; about 500,000 entries
@@ -36,14 +37,17 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         SEGMENTS: How many segments its key has under the root: the part of the key that the digest covers.
+        VERSIONS: Which versions of it this code knows.
     """
 
     SEGMENTS: ClassVar[int] = 1
+    VERSIONS: ClassVar[tuple[int, ...]] = (FORMAT_VERSION,)
 
 
 class Format(Body, frozen=True, kw_only=True):
-    """`format.json`: what wrote this root, and what its store was seen to guarantee."""
+    """`format.json`: what wrote this root, and what its store was seen to guarantee. Version 2: the root is sealed."""
 
+    VERSIONS: ClassVar[tuple[int, ...]] = (FORMAT_VERSION, SEALED_VERSION)
     v: int = FORMAT_VERSION
     store_id: str
     created: float
@@ -202,8 +206,8 @@ def parse(data: bytes | bytearray | memoryview, kind: type[T], key: str) -> T:
         raise Corrupt(f"{key} is not a valid {kind.__name__}: its bytes do not match their digest", remedy=_REMEDY)
     try:
         version = msgspec.json.decode(body, type=_Tagged).v
-        if version != FORMAT_VERSION:
-            raise Unsupported(f"{key} has format version {version}; this kvtier knows {FORMAT_VERSION}", kind="unknown_format")
+        if version not in kind.VERSIONS:
+            raise Unsupported(f"{key} has format version {version}; this kvtier knows {kind.VERSIONS[-1]}", kind="unknown_format")
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:  # the latter two: deep nesting, broken UTF-8
         raise Corrupt(f"{key} is not a valid {kind.__name__}: {error}", remedy=_REMEDY) from None
@@ -227,6 +231,21 @@ def _sealed(body: bytearray, kind: type[Body], key: str) -> bytes:
     found.update(_place(kind, key))
     body[len(_OPENING) : _FIELDS] = found.hexdigest().encode()
     return bytes(body)
+
+
+def parse_namespace(body: bytes, namespace: NamespaceId) -> Namespace:
+    """What is stored at `namespaces/<id>.json`. Its name is the digest of these bytes.
+
+    Raises:
+        Corrupt: They are another's, or nobody's.
+    """
+    remedy = "delete it: the next commit into this namespace writes it again"
+    if blake3(body).hexdigest() != namespace:
+        raise Corrupt(f"namespaces/{namespace}.json holds other bytes than that namespace's", remedy=remedy)
+    try:
+        return msgspec.json.decode(body, type=Namespace)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KVTierError) as error:
+        raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}", remedy=remedy) from None
 
 
 def stored_bytes(value: Body) -> int:

@@ -32,6 +32,7 @@ from kvstore.objects.hedge import HedgingStore
 from kvstore.objects.opening import open_store
 from kvstore.objects.ranged import RangedStore
 from kvstore.repo import Repo, RepoSettings
+from kvstore.sealing import sealing_of
 from kvstore.service.bucket import PART as BUCKET
 from kvstore.service.bucket import Bucket
 from kvstore.service.calls import Service
@@ -223,6 +224,7 @@ async def _repository(
             repo_settings,
             guarantees=seen,
             corrupt_reads=signs.corrupt_reads,
+            sealing=sealing_of(settings.encryption, movers.run, int(settings.store.inflight)),
             share=movers.share,
         )
         repo = await lifetime.enter_async_context(opening)

@@ -15,6 +15,7 @@ from kvstore.keys import Keys
 from kvstore.objects import RetryingStore
 from kvstore.objects.opening import open_store
 from kvstore.repo import Repo, RepoSettings
+from kvstore.sealing import sealing_of
 from tiering import Movers
 
 _SETTINGS: Final = RepoSettings(init=False, cached_sessions=256, cached_manifests=4 << 20)  # each is read once or twice
@@ -36,5 +37,6 @@ async def repository(settings: Settings, folder: Path | None) -> AsyncIterator[R
         url = StorageUrl.parse(found.store.url)
         async with open_store(url, found.store, clock) as store, Movers.open() as movers:
             retrying = RetryingStore(store, clock, ids)
-            async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, _SETTINGS) as repo:
+            sealing = sealing_of(found.encryption, movers.run, int(found.store.inflight))
+            async with Repo.open(retrying, Keys(url.path), clock, ids, movers.run, _SETTINGS, sealing=sealing) as repo:
                 yield repo

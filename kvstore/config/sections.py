@@ -231,6 +231,16 @@ class PricesSettings(Section, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
 
 
+class EncryptionSettings(Section, frozen=True, kw_only=True):
+    """`[encryption]`: what this node stores, in the bucket and on its disk, is sealed before it leaves it.
+
+    Attributes:
+        key_file: Master keys (`kvtier keys new`); empty: nothing is sealed.
+    """
+
+    key_file: str = ""
+
+
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tenants.<name>]`: who may act for a tenant, and how much it may have. 0 is no limit.
 
@@ -262,6 +272,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prestage: PrestageSettings = PrestageSettings()
     peers: PeersSettings = PeersSettings()
     prices: PricesSettings = PricesSettings()
+    encryption: EncryptionSettings = EncryptionSettings()
     tenants: dict[str, Tenant] = {}
 
 

@@ -21,6 +21,7 @@ from kvstore.objects.credential_chain import chain
 from kvstore.objects.opening import open_store, s3_settings
 from kvstore.objects.paced import PacedStore
 from kvstore.repo import Repo, RepoSettings
+from kvstore.sealing import sealing_of
 from tiering import Movers
 
 _KEPT_HEADS: Final = 256  # decoded ones; the collector remembers the others in a fraction of the memory
@@ -56,7 +57,8 @@ class DirectCollector:
             await probe(store, keys.probe(ids.new()), clock, ids)
             movers = await lifetime.enter_async_context(Movers.open())
             how = RepoSettings(init=False, period=int(lifecycle.anonymous_ttl), cached_sessions=_KEPT_HEADS, cached_manifests=1)
-            opening = Repo.open(RetryingStore(store, clock, ids), keys, clock, ids, movers.run, how)
+            sealing = sealing_of(settings.encryption, movers.run, int(settings.store.inflight))
+            opening = Repo.open(RetryingStore(store, clock, ids), keys, clock, ids, movers.run, how, sealing=sealing)
             repo = await lifetime.enter_async_context(opening)
             collector = Collector(repo, CollectSettings.of(lifecycle))
             yield cls(collector, keys.root, s3_settings(url, settings.store) if url.scheme == "s3" else None)
@@ -86,7 +88,7 @@ def told(settings: Settings) -> dict[str, str]:
     """What a collector has to know of a node's settings, as `kvstore.config.load` takes flags. No secret is among them."""
     return {
         f"{name}.{field}": _spelled(getattr(section, field))
-        for name, section in (("store", settings.store), ("lifecycle", settings.lifecycle))
+        for name, section in (("store", settings.store), ("lifecycle", settings.lifecycle), ("encryption", settings.encryption))
         for field in section.__struct_fields__
     }
 

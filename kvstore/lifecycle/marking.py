@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, Gone
 from kvstore.lifecycle.kept import Kept
 from kvstore.model import Head, Manifest
 from kvstore.repo import Repo
@@ -48,6 +48,9 @@ class Outline(msgspec.Struct, frozen=True):
     def length(self, n: int) -> int:
         """Tokens of the first `n` blocks."""
         return min(self.tokens, n * self.block_tokens)
+
+
+_NOTHING: Final = Outline(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.int64), 1, 0, "")
 
 
 class Marking:
@@ -106,7 +109,10 @@ class Marking:
     async def _outline(self, key: str) -> Outline | None:
         found = self._outlines.get(key)
         if found is None:
-            manifest = await self._repo.manifests.get(key)
+            try:
+                manifest = await self._repo.manifests.get(key)
+            except Gone:  # its tenant's keys were deleted, for good: nobody reads those blocks again (R12)
+                return _NOTHING
             if manifest is None:
                 return None
             found = self._drawn(manifest)

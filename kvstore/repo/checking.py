@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from kvstore.errors import Corrupt, Invalid
+from kvstore.errors import Corrupt, Denied, Gone, Invalid
 from kvstore.ids import BlockName, Namespace, NamespaceId, Shard, namespace_id
 from kvstore.model import Copy, Head, Manifest
 from kvstore.objects.base import Absent, ObjectMeta
@@ -95,6 +95,7 @@ class Check:
         self.heads: dict[str, Head] = {}
         self._manifests: dict[str, tuple[str, int]] = {}  # key to the head that names it, and how many blocks of it
         self._damaged: set[str] = set()
+        self._unopened: set[str] = set()
         seed = int(repo.root.ids.new(), 16)
         # Blocks, as digests of their keys: those that are named, those with a size that is stated, the named ones that are there,
         # and those of them with another size. Whatever is not as it should be is then read from the manifests once more.
@@ -153,11 +154,18 @@ class Check:
                 self.sound[manifest_key] = -1
                 self.find("manifest_unreadable", manifest_key, error.message)
                 continue
+            except (Denied, Gone) as error:
+                self._locked(manifest_key, error)
+                continue
             if manifest is not None and len(manifest.blocks) >= n:
                 self._expect(manifest_key, manifest, n)
             elif await self._still_named(key, name):
                 self.sound[manifest_key] = -1
                 self.find("manifest_missing" if manifest is None else "manifest_short", manifest_key, f"named by {key}")
+
+    async def _readable(self, manifest_key: str) -> Manifest | None:
+        closed = manifest_key in self.sound or manifest_key in self._unopened
+        return None if closed else await self._repo.manifests.get(manifest_key)
 
     def _expect(self, manifest_key: str, manifest: Manifest, n: int) -> None:
         for index, block in enumerate(manifest.blocks[:n]):
@@ -220,7 +228,7 @@ class Check:
 
     async def _look_at(self, manifest_key: str, head: str, n: int, *, deep: bool) -> None:
         """Look at the blocks of a manifest that are not there, or not as stated; at all of them when the check is deep."""
-        manifest = None if manifest_key in self.sound else await self._repo.manifests.get(manifest_key)
+        manifest = await self._readable(manifest_key)
         if manifest is None:
             return
         keys = [key for key, _, _ in self._copies(manifest, n)]
@@ -262,6 +270,9 @@ class Check:
         except Invalid as error:
             self._damage("block_corrupt", key, error.message)
             return False
+        except (Denied, Gone) as error:
+            self._locked(key, error)
+            return False
         if miss is Miss.CORRUPT:
             self._damage("block_corrupt", key, f"block {named.index} of {named.manifest}")
         return miss is None
@@ -272,6 +283,13 @@ class Check:
         except Corrupt:
             return None
 
+    def _locked(self, key: str, error: Denied | Gone) -> None:
+        """Its key is not at hand, or was deleted on purpose. Neither is damage: a repair must not act on it (R12)."""
+        if error.kind not in {"no_key", "key_destroyed"}:
+            raise error
+        self._unopened.add(key)
+        self.find(error.kind, key, error.message, severity="note" if isinstance(error, Gone) else "error")
+
     def _damage(self, kind: str, key: str, detail: str) -> None:
         self._damaged.add(key)
         self.find(kind, key, detail)
@@ -279,7 +297,7 @@ class Check:
     async def _blame(self) -> None:
         """Which manifests a damaged block shortens: several versions may name it."""
         for manifest_key, (head, n) in self._manifests.items() if self._damaged else ():
-            manifest = None if manifest_key in self.sound else await self._repo.manifests.get(manifest_key)
+            manifest = await self._readable(manifest_key)
             if manifest is not None:
                 self.bad += [named for key, named in self._entries(head, manifest_key, manifest, n) if key in self._damaged]
         for named in self.bad:
@@ -293,7 +311,7 @@ class Check:
             meant.update(filter(None, await together(self._name, [meta.key for meta in page])))
         for key, head in self.heads.items():
             for branch_id, branch in head.branches.items():
-                if (key, branch_id) not in meant:
+                if (key, branch_id) not in meant and not self._unopened:
                     self.report.unnamed_branches += 1
                     if not branch.expires and branch.at < before:
                         self.nameless.append((key, branch_id))
@@ -309,6 +327,9 @@ class Check:
             held = await self._repo.finder.names.read(key)
         except Corrupt as error:
             self.find("name_unreadable", key, error.message)
+            return None
+        except (Denied, Gone) as error:
+            self._locked(key, error)
             return None
         if held is None:
             return None

@@ -33,7 +33,8 @@ class Listing:
         check_id(tenant, "tenant")
         if not 1 <= limit <= MAX_PAGE:
             raise Invalid(f"limit must be 1 to {MAX_PAGE}")
-        base, parts = self._root.keys.names(tenant), _key_prefixes(prefix)
+        base = self._root.keys.names(tenant)
+        parts = _key_prefixes(prefix) if self._root.keys.plain else [""]  # sealed names have no order: each of them is looked at
         first, after = _place(cursor, len(parts))
         found: list[Session] = []
         for index, part in enumerate(parts[first:], first):

@@ -31,6 +31,7 @@ from kvstore.repo.sessions import Sessions
 from kvstore.repo.together import Finishing
 from kvstore.repo.uploads import Uploads
 from kvstore.repo.writer import Writer
+from kvstore.sealing import Sealing
 
 
 class RepoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +114,7 @@ class Repo:
         guarantees: dict[str, bool] | None = None,
         corrupt_reads: Counter[str] | None = None,
         share: Share | None = None,
+        sealing: Sealing | None = None,
     ) -> AsyncIterator[Self]:
         """Open a root for as long as the block lasts; what was begun is finished before it ends.
 
@@ -126,13 +128,17 @@ class Repo:
             guarantees: What the start-up probe found; kept in `format.json` of a root that is made here.
             corrupt_reads: Counts registers and manifests that were not what they claim to be, by folder.
             share: Finds threads that help with one block, such as `tiering.Movers.share`.
+            sealing: Keys of a sealed root.
 
         Raises:
+            Denied: `no_key`: it is sealed, and its keys are not these.
             Unsupported: Its format version is unknown (I10).
             Unavailable: The store is out of reach; or `store_not_initialised`: `format.json` or `epoch` is missing (R9).
         """
         settings = settings or RepoSettings()
-        root = await Root.open(store, keys, clock, ids, init=settings.init, guarantees=guarantees, corrupt_reads=corrupt_reads)
+        root = await Root.open(
+            store, keys, clock, ids, init=settings.init, guarantees=guarantees, corrupt_reads=corrupt_reads, sealing=sealing
+        )
         repo = cls(root, run, settings, share)
         await repo.epochs.read()
         try:

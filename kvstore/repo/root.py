@@ -11,17 +11,16 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, ParamSpec, Protocol, TypeVar
 
-import msgspec
-from blake3 import blake3
 from cachetools import LRUCache
 
 from kvstore.clock import Clock, Ids
-from kvstore.errors import Corrupt, Invalid, KVTierError, Unavailable
+from kvstore.errors import Corrupt, Denied, Invalid, KVTierError, Unavailable, Unsupported
 from kvstore.ids import Namespace, NamespaceId, namespace_id
 from kvstore.keys import Keys
-from kvstore.model import Epoch, Format, dump, parse
+from kvstore.model import FORMAT_VERSION, SEALED_VERSION, Epoch, Format, dump, parse, parse_namespace
 from kvstore.objects.base import CREATE, Absent, Buffer, ObjectStore, PutMode, Stored, Unchanged
 from kvstore.repo.together import together
+from kvstore.sealing import Sealing, TenantKeyring, make_keyring, unlocked
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -52,7 +51,10 @@ class Root:
         clock: This host's.
         ids: For families, branches, manifests and write ids.
         corrupt_reads: Answers that were not what they claim to be, by folder of the key: `heads`, `epoch`, ...
+        tenants: Keys of a sealed root; None in a plain one.
     """
+
+    tenants: TenantKeyring | None = None
 
     def __init__(self, store: ObjectStore, keys: Keys, clock: Clock, ids: Ids, corrupt_reads: Counter[str] | None = None) -> None:
         self.store, self.keys, self.clock, self.ids = store, keys, clock, ids
@@ -72,6 +74,7 @@ class Root:
         init: bool = True,
         guarantees: dict[str, bool] | None = None,
         corrupt_reads: Counter[str] | None = None,
+        sealing: Sealing | None = None,
     ) -> Root:
         """Check that this root is one of ours.
 
@@ -83,34 +86,51 @@ class Root:
             init: Whether an *empty* root is made one of ours.
             guarantees: What the start-up probe found the store to guarantee; kept in `format.json` by `init`.
             corrupt_reads: Counts answers that were not what they claim to be.
+            sealing: Keys: an empty root becomes a sealed one.
 
         Raises:
             Corrupt: Its `format.json` is damaged.
-            Unsupported: Its format version is unknown (I10).
+            Denied: `no_key`: it is sealed, and there are no keys, or not the right ones.
+            Unsupported: Its format version is unknown (I10). `not_encrypted`: it is plain, and there are keys.
             Unavailable: `store_not_initialised`: `format.json` or `epoch` is missing under a root that holds something (R9).
         """
         root = cls(store, keys, clock, ids, corrupt_reads)
         if init:
-            await root._init(guarantees or {})
-        await root.check()
+            await root._init(guarantees or {}, sealing)
+        await root._unlock(await root.check(), sealing)
         await root.now()
         return root
 
-    async def check(self) -> None:
+    async def check(self) -> Format:
         """Read `format.json`: the store answers, it is ours, and we know its format."""
-        await self.sound(self.keys.format, self._check)
+        return await self.sound(self.keys.format, self._check)
 
-    async def _check(self) -> None:
+    async def _check(self) -> Format:
         body = await self.register(self.keys.format)
         if body is None:
             raise _not_initialised(self.keys.format)
-        parse(body, Format, self.keys.format)
+        return parse(body, Format, self.keys.format)
 
-    async def _init(self, guarantees: dict[str, bool]) -> None:
-        """Create `epoch`, then `format.json`, once, in an empty root. A crash between the two leaves a root that is still empty."""
+    async def _unlock(self, form: Format, sealing: Sealing | None) -> None:
+        """From here on everybody sees contents and their names."""
+        if form.v == FORMAT_VERSION and sealing is None:
+            return
+        if form.v == FORMAT_VERSION:
+            raise Unsupported(
+                f"{self.keys.format} says that this root is not encrypted, and [encryption] is set", kind="not_encrypted"
+            )
+        if sealing is None:
+            raise Denied(
+                f"{self.keys.format} says that this root is encrypted, and [encryption] key_file is not set", kind="no_key"
+            )
+        store, keys = await unlocked(self.store, self.keys, sealing, self.clock, self.ids)
+        self.store, self.keys, self.tenants = store, keys, store.tenants
+
+    async def _init(self, guarantees: dict[str, bool], sealing: Sealing | None) -> None:
+        """Create `epoch`, a keyring if need be, then `format.json`, once, in an empty root. A crash in between leaves it empty."""
         if await self.register(self.keys.format) is not None:
             return
-        ours = {self.keys.format, self.keys.epoch}
+        ours = {self.keys.format, self.keys.epoch, self.keys.keyring}
         passing = (self.keys.probe(""), f"{self.keys.root}hints/")
         async for page in self.store.list(self.keys.root):
             for meta in page:
@@ -118,7 +138,10 @@ class Root:
                     raise _not_initialised(self.keys.format)
         first = Epoch(epoch=FIRST_EPOCH, write=self.ids.new())
         await self.put(self.keys.epoch, dump(first, self.keys.epoch), CREATE)
-        made = Format(store_id=self.ids.new(), created=await self.store.now(), guarantees=guarantees)
+        if sealing is not None:
+            await make_keyring(self.store, self.keys, sealing.masters, self.ids)
+        version = FORMAT_VERSION if sealing is None else SEALED_VERSION
+        made = Format(v=version, store_id=self.ids.new(), created=await self.store.now(), guarantees=guarantees)
         await self.put(self.keys.format, dump(made, self.keys.format), CREATE)
 
     # --- the store, as this package uses it ---
@@ -213,7 +236,7 @@ class Root:
 
     async def _read_namespace(self, key: str, namespace: NamespaceId) -> Namespace | None:
         body = await self.register(key)
-        return None if body is None else _namespace(body, namespace)
+        return None if body is None else parse_namespace(body, namespace)
 
     async def namespaces(self, tenant: str) -> list[Namespace]:
         """All of a tenant's, by id. What is unreadable is left out: `fsck` names it."""
@@ -240,14 +263,3 @@ def _not_initialised(key: str) -> Unavailable:
     return Unavailable(
         f"{key} is missing and its root is not empty: it is no kvtier root, or was damaged", kind="store_not_initialised"
     )
-
-
-def _namespace(body: bytes, namespace: NamespaceId) -> Namespace:
-    """Its name is the digest of these bytes."""
-    remedy = "delete it: the next commit into this namespace writes it again"
-    if blake3(body).hexdigest() != namespace:
-        raise Corrupt(f"namespaces/{namespace}.json holds other bytes than that namespace's", remedy=remedy)
-    try:
-        return msgspec.json.decode(body, type=Namespace)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KVTierError) as error:
-        raise Corrupt(f"namespaces/{namespace}.json is not a namespace: {error}", remedy=remedy) from None

@@ -20,6 +20,7 @@ from kvstore.repo.commit import Proposal
 from kvstore.repo.heads import versions_of
 from kvstore.repo.manifests import unpack
 from kvstore.repo.repository import Repo, RepoSettings
+from kvstore.sealing import MasterKeys, Sealing
 from tiering import Lease
 
 P = ParamSpec("P")
@@ -89,10 +90,13 @@ async def opened(
     ids: Ids | None = None,
     run: Callable[..., Awaitable[Any]] = inline,
     root: str = "r",
+    masters: MasterKeys | None = None,
     **settings: Any,
 ) -> AsyncIterator[Repo]:
-    """A node's repository."""
-    async with Repo.open(store, Keys(root), clock or VirtualClock(), ids or SeededIds(1), run, RepoSettings(**settings)) as repo:
+    """A node's repository; sealed where there are master keys."""
+    sealing = Sealing(masters, run) if masters is not None else None
+    how = RepoSettings(**settings)
+    async with Repo.open(store, Keys(root), clock or VirtualClock(), ids or SeededIds(1), run, how, sealing=sealing) as repo:
         yield repo
 
 

@@ -262,8 +262,18 @@ class Uploads:
 
     async def _upload(self, name: BlockName, namespace: Namespace, epoch: int, raw: memoryview) -> Copy:
         """PUT it at `epoch`, and over every copy that was found bad."""
+        if self._root.tenants is not None:
+            await self._root.put_namespace(namespace)  # it says whose key seals its blocks
         coding = self.choice.pick()
-        async with self._gate.hold(self._cost(name, namespace, coding)):
+        cost = self._cost(name, namespace, coding)
+        self._under_way[namespace.tenant] += cost
+        try:
+            return await self._put(name, namespace, epoch, raw, coding, cost)
+        finally:
+            self._under_way[namespace.tenant] -= cost
+
+    async def _put(self, name: BlockName, namespace: Namespace, epoch: int, raw: memoryview, coding: Codec, cost: int) -> Copy:
+        async with self._gate.hold(cost):
             encoded = await self._encode(raw, name, namespace, coding)
             for gen in self._bad.pop(name.tier_key, frozenset()):
                 await self._root.put(self.key(name, gen), encoded.body, OVERWRITE)

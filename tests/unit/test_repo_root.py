@@ -47,7 +47,7 @@ async def test_a_root_that_lost_a_register_stops_everybody(key):
 
 async def test_i10_a_newer_format_is_refused_and_never_guessed():
     store = MemoryStore()
-    await store.put("r/format.json", sealed(b'{"v":2,"store_id":"x","created":0}', Format, "format.json"), CREATE)
+    await store.put("r/format.json", sealed(b'{"v":3,"store_id":"x","created":0}', Format, "format.json"), CREATE)
     await store.put("r/epoch", dump(Epoch(epoch=1), "epoch"), CREATE)
     with pytest.raises(Unsupported) as refused:
         async with opened(store):

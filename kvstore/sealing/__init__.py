@@ -1,0 +1,18 @@
+"""Encryption of what lies in a bucket: sealed objects, keyed names, and the keys of tenants (docs/design/011-encryption.md)."""
+
+from kvstore.sealing.keyfile import MasterKey, MasterKeys
+from kvstore.sealing.opened import Sealing, make_keyring, rewrap_keyring, sealing_of, unlocked
+from kvstore.sealing.store import SealedStore
+from kvstore.sealing.tenants import TenantKeyring
+
+__all__ = [
+    "MasterKey",
+    "MasterKeys",
+    "SealedStore",
+    "Sealing",
+    "TenantKeyring",
+    "make_keyring",
+    "rewrap_keyring",
+    "sealing_of",
+    "unlocked",
+]
