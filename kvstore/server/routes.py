@@ -35,7 +35,7 @@ def call_routes(service: Service, in_flight: InFlight, limits: Limits, observe: 
 
 def pattern(path: str) -> str:
     """A path of the table for aiohttp. A parameter may be empty: the call then says what is wrong, instead of a bare 404."""
-    return _PARAMETER.sub(r"{\1:[^{}/]*}", path)
+    return _PARAMETER.sub(r"{\1:[^/]*}", path)
 
 
 def _handler(call: api.Call, service: Service, in_flight: InFlight, limits: Limits, observe: Observe) -> Handler:
