@@ -94,7 +94,7 @@ async def test_b23_distinct_ids_are_distinct_sessions(kv):
         await kv.create_session(each, namespace=NS)
     assert sorted([each.id async for each in kv.sessions()]) == sorted(ids)
     await kv.delete_session("a b")
-    assert len([each async for each in kv.sessions()]) == 6
+    assert len([each async for each in kv.sessions()]) == len(ids) - 1
 
 
 async def test_b44_restores_that_are_cancelled_leave_no_lease(kv):
