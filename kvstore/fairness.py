@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 X = TypeVar("X")
@@ -91,3 +92,35 @@ class Lines(Generic[X]):
 
 def _place(line: _Line[Any]) -> tuple[int, int]:
     return line.given, line.waiting[0].order
+
+
+class Shares:
+    """Places, half of which are kept for the tenants in even parts; the others are for whoever comes first.
+
+    So the only tenant may have all of them, and one of several half of them and its own part, but nothing of what is another's.
+
+    Args:
+        places: How many.
+        tenants: Among how many.
+    """
+
+    def __init__(self, places: int, tenants: int) -> None:
+        self._own = places // 2 // max(1, tenants)
+        self._common = places - self._own * max(1, tenants)
+        self._taken: Counter[str] = Counter()
+        self._beyond = 0  # of the common ones
+
+    def enter(self, tenant: str) -> bool:
+        """Take a place; False where there is none for this tenant."""
+        if self._taken[tenant] >= self._own:
+            if self._beyond >= self._common:
+                return False
+            self._beyond += 1
+        self._taken[tenant] += 1
+        return True
+
+    def leave(self, tenant: str) -> None:
+        """Give it back."""
+        self._taken[tenant] -= 1
+        if self._taken[tenant] >= self._own:
+            self._beyond -= 1

@@ -106,7 +106,7 @@ class Node:
             connect = None
             if settings.store.url or store is not None:
                 connect = partial(_repository, settings, movers, clock, ids, signs, accounts, store)
-            bucket = Bucket(connect, signs, degraded, clock, ids)
+            bucket = Bucket(connect, signs, degraded, clock, ids, full=lambda tenant: service.quotas.full(tenant))  # noqa: PLW0108  no service yet
             lifetime.push_async_callback(bucket.aclose)
             await bucket.open()
             disk = await lifetime.enter_async_context(_disk(settings, movers)) if settings.nvme.path else None

@@ -69,7 +69,12 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
     """
     refuse_more_memory_than_there_is(settings)
     stop = stop_on_signals()
-    limits = Limits(connections=settings.limits.connections, window=settings.dram.window, drain=settings.limits.drain)
+    limits = Limits(
+        connections=settings.limits.connections,
+        window=settings.dram.window,
+        drain=settings.limits.drain,
+        tenants=max(1, len(settings.tenants)),
+    )
     async with Node.open(settings) as node, AsyncExitStack() as faces:
         metrics, url, http = Metrics(), "", ""
         if settings.node.socket:

@@ -60,6 +60,7 @@ class Uploads:
         self._inflight, self._gate = inflight, ByteGate(inflight, _PATIENCE_S)
         self._known: LRUCache[bytes, Copy] = LRUCache(known)
         self._bad: LRUCache[bytes, frozenset[int]] = LRUCache(_BAD)
+        self._under_way: Counter[str] = Counter()  # bytes that wait at the gate or are behind it, by tenant
         self._flights: dict[bytes, asyncio.Future[Copy | None]] = {}
         self.counts: Counter[str] = Counter()
 
@@ -132,7 +133,7 @@ class Uploads:
         """Keep an anonymous copy. False where too much is in flight already."""
         if self._fresh(name, epoch) is not None:
             return True
-        if self._gate.held + self._cost(name, namespace, self.choice.current) > self._inflight:
+        if self._under_way[namespace.tenant] + self._cost(name, namespace, self.choice.current) > self._inflight:
             self.counts["offers_declined"] += 1
             return False
 

@@ -18,6 +18,7 @@ from kvstore import api
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
+from kvstore.fairness import Shares
 from kvstore.server.auth import Door, access_of, authenticated, check_exposed, door, needs
 from kvstore.server.console import console_routes
 from kvstore.server.events import event_route
@@ -146,7 +147,7 @@ def application(
         bound: The address, where only requests for this host's own names are taken; "" where any name may be its own.
     """
     own = [_host_check(bound)] if bound else []
-    checks = [visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits.requests)]
+    checks = [visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits)]
     app = web.Application(middlewares=checks, client_max_size=limits.body)
     app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
@@ -172,19 +173,18 @@ def _host_check(bound: str) -> Middleware:
     return check
 
 
-def _at_most(limit: int) -> Middleware:
-    running = 0
+def _at_most(limits: Limits) -> Middleware:
+    shares = Shares(limits.requests, limits.tenants)
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal running
-        if running >= limit:
-            raise Overloaded(f"{running} HTTP requests are being served; the limit is {limit}")
-        running += 1
+        tenant = access_of(request).tenant
+        if not shares.enter(tenant):
+            raise Overloaded(f"too many HTTP requests are being served; the limit is {limits.requests} for all tenants together")
         try:
             return await handler(request)
         finally:
-            running -= 1
+            shares.leave(tenant)
 
     return count
 

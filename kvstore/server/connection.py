@@ -103,6 +103,11 @@ class Connection(asyncio.Protocol):
         """Leases it holds."""
         return len(self._held)
 
+    @property
+    def tenant(self) -> str:
+        """Whom it acts for."""
+        return self._tenant
+
     async def run(self) -> None:
         """Serve until the client goes away or misbehaves, or `stop`; then let go of everything it held."""
         try:

@@ -25,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         requests: Of HTTP at a time, event streams included; there may be twice as many connections.
         body: Of a JSON request: 65,536 blocks of a long session fit well.
         upload: How long the body of a request may take to arrive.
+        tenants: Among how many `connections` and `requests` are shared out.
     """
 
     connections: int = 64
@@ -36,6 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 1024
     body: Bytes = Bytes(16 << 20)
     upload: Seconds = Seconds(60)
+    tenants: int = 1
 
 
 STANDARD: Final = Limits()

@@ -14,6 +14,7 @@ from typing import Final, Self
 from kvstore import wire
 from kvstore.access import Access, everything
 from kvstore.errors import Corrupt, Denied, KVTierError, Overloaded, Unsupported
+from kvstore.fairness import Shares
 from kvstore.server.awake import Awake
 from kvstore.server.connection import Connection
 from kvstore.server.limits import STANDARD, Limits
@@ -34,6 +35,7 @@ class LocalServer:
         self._service, self._limits, self._observe = service, limits, observe
         self._connections: set[Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
+        self._shares = Shares(limits.connections, limits.tenants)
         self._awake = Awake(lambda: service.plane.copying)
 
     @classmethod
@@ -118,21 +120,31 @@ class LocalServer:
             log.exception("a connection ended by a defect")
         finally:
             self._connections.discard(connection)
+            self._shares.leave(connection.tenant)
 
     async def _welcome(self, accepted: socket.socket) -> Connection:
         peer = peer_of(accepted)
         try:
-            if len(self._serving) > self._limits.connections:
-                raise Overloaded(f"{self._limits.connections} clients are connected; raise [limits] connections")
+            if len(self._serving) > 2 * self._limits.connections:
+                raise self._crowded()  # twice as many, so that a client of a tenant that has room left may say whose it is
             async with asyncio.timeout(self._limits.hello):
                 hello = await _hello(accepted)
             self._admit(hello, peer)
+            if not self._shares.enter(hello.tenant):
+                raise self._crowded()
         except KVTierError as error:
             log.warning("refusing pid %d of uid %d: %s", peer.pid, peer.uid, error.message)
             with contextlib.suppress(OSError):
                 accepted.send(wire.frame(wire.Fault(0, error.problem())))
             raise
-        return await self._enter(accepted, hello.tenant, peer)
+        try:
+            return await self._enter(accepted, hello.tenant, peer)
+        except BaseException:
+            self._shares.leave(hello.tenant)
+            raise
+
+    def _crowded(self) -> Overloaded:
+        return Overloaded(f"{self._limits.connections} clients are connected; raise [limits] connections")
 
     def _admit(self, hello: wire.Hello, peer: Peer) -> None:
         wire.check_versions(self._service.version, hello.version)

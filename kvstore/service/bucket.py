@@ -17,7 +17,7 @@ from kvstore.clock import Clock, Ids
 from kvstore.errors import Denied, KVTierError, Unavailable, Unsupported
 from kvstore.ids import Namespace, NamespaceId
 from kvstore.lifecycle.health import StoreSigns, skew_reason
-from kvstore.repo import Repo
+from kvstore.repo import BlockWant, Repo
 from tiering import Lease, Miss, Tell, Want
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Bucket:
         connect: Opens store and repository; None in stage 1.
         signs: What requests to its store tell.
         degraded: Where the node's readiness collects what it cannot give now.
+        full: Whether a tenant has as much in the bucket as it may have: then it takes nothing that no session names.
     """
 
     name = "bucket"
@@ -45,7 +46,9 @@ class Bucket:
         degraded: dict[str, str],
         clock: Clock,
         ids: Ids,
+        full: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        self._full = full
         self._connect, self._signs, self._degraded, self._clock, self._ids = connect, signs, degraded, clock, ids
         self._lifetime = AsyncExitStack()
         self._repo: Repo | None = None
@@ -133,7 +136,9 @@ class Bucket:
 
     async def offer(self, want: Want, value: Lease) -> bool:
         """Keep an anonymous copy."""
-        return self._repo is not None and await self._repo.origin.offer(want, value)
+        if self._repo is None or (isinstance(want.ref, BlockWant) and self._full(want.ref.namespace.tenant)):
+            return False
+        return await self._repo.origin.offer(want, value)
 
     def ready(self) -> bool:
         """Whether its store was reached and is not left alone."""

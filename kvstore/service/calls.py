@@ -114,10 +114,9 @@ class Service:
             self.plane.tiers(tenant)  # refuses a tenant that is not served
         if isinstance(request, api.OfSession):
             check_id(request.id, "session id")
-        await self.quotas.admit(tenant, name, request)
         with Paying(tenant):
-            answer: api.Answer = await getattr(self, name)(tenant, request)
-        self.quotas.done(tenant, name, answer)
+            async with self.quotas.admitted(tenant, name, request):
+                answer: api.Answer = await getattr(self, name)(tenant, request)
         return answer
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Final
 
 from kvstore import api
@@ -16,6 +17,7 @@ from kvstore.errors import Gone, KVTierError, NotFound, Overloaded
 _FREE: Final = frozenset({"health", "ready", "stats"})  # whoever watches a node must not be kept out by those it watches
 _MAKES: Final = frozenset({"create_session", "fork", "warm", "commit"})  # calls that may end in one session more
 _BURST_S: Final = 2.0  # calls that did not come are kept for that long
+_REMEDIES: Final = {"requests": "ask less often", "max_sessions": "delete sessions", "max_bytes": "delete sessions, then collect"}
 _LATER_S: Final = 60  # for bytes and sessions: somebody has to delete something
 _LEAST_S: Final = 10.0  # between two counts of sessions,
 _REST: Final = 20  # and so many times as long as a count took
@@ -86,10 +88,20 @@ class Quotas:
         self._seen: list[api.Usage] | None = None
         self._before: dict[str, int] = {}  # what this node had stored by the last collection
 
-    async def admit(self, tenant: str, name: str, request: api.Request) -> None:
-        """Let a call begin. Raises `Overloaded`."""
-        if tenant not in self._tenants or name in _FREE:
-            return
+    @asynccontextmanager
+    async def admitted(self, tenant: str, name: str, request: api.Request) -> AsyncIterator[None]:
+        """Around a call. Raises `Overloaded` where it may not begin."""
+        made = tenant in self._tenants and name not in _FREE and await self._admit(tenant, name, request)
+        try:
+            yield
+        except BaseException:
+            self._add(tenant, -made)  # in doubt it is taken to have failed: the next count knows
+            raise
+        if name == "delete_session":
+            self._add(tenant, -1)
+
+    async def _admit(self, tenant: str, name: str, request: api.Request) -> bool:
+        """Whether a session more is counted for it."""
         wait = self._rates[tenant].take(self._clock.monotonic()) if tenant in self._rates else 0.0
         if wait:
             limit = self._tenants[tenant].requests
@@ -97,25 +109,17 @@ class Quotas:
         if isinstance(request, api.Commit) and self.full(tenant):
             held, most = self._held(tenant), self._tenants[tenant].max_bytes
             raise _refused(f"tenant {tenant!r} has {held} bytes in the bucket; it may have {most}", tenant, "max_bytes", _LATER_S)
-        if name in _MAKES and tenant in self._sessions:
-            await self._admit_session(tenant, request)
+        return name in _MAKES and tenant in self._sessions and await self._make(tenant, request)
 
     def full(self, tenant: str) -> bool:
         """Whether a tenant has all the bytes that it may have."""
         found = self._tenants.get(tenant)
         return found is not None and bool(found.max_bytes) and self._held(tenant) >= found.max_bytes
 
-    def done(self, tenant: str, name: str, answer: api.Answer) -> None:
-        """A call succeeded."""
+    def _add(self, tenant: str, more: int) -> None:
         sessions = self._sessions.get(tenant)
-        if sessions is None or sessions.known is None:
-            return
-        if isinstance(answer, api.Receipt):
-            sessions.known += answer.version == 1
-        elif name in _MAKES:
-            sessions.known += 1
-        elif name == "delete_session":
-            sessions.known -= 1
+        if sessions is not None and sessions.known is not None:
+            sessions.known += more
 
     def _held(self, tenant: str) -> int:
         usage = self._usage()
@@ -127,34 +131,35 @@ class Quotas:
     def _kept(self, tenant: str) -> int:
         return sum(account.kept for account in self._accounts if account.tenant == tenant)
 
-    async def _admit_session(self, tenant: str, request: api.Request) -> None:
+    async def _make(self, tenant: str, request: api.Request) -> bool:
+        if isinstance(request, api.Commit) and (request.base_version or await self._is_there(tenant, request)):
+            return False
         most, sessions = self._tenants[tenant].max_sessions, self._sessions[tenant]
-        if isinstance(request, api.Commit) and request.base_version:
-            return
         async with sessions.lock:
             begun = self._clock.monotonic()
             if sessions.known is None or (sessions.known >= most and begun >= sessions.again):
                 try:
                     sessions.known = await self._count(tenant, most)
                 except KVTierError:
-                    return  # nobody can tell now; where the bucket is needed, the call says so itself
+                    return False  # nobody can tell now; where the bucket is needed, the call says so itself
                 took = self._clock.monotonic() - begun
                 sessions.again = begun + took + max(_LEAST_S, _REST * took)
-            known = sessions.known
-        if known < most:
-            return
-        if isinstance(request, api.Commit):  # perhaps the first version of a session that was made empty
-            try:
-                await self._exists(tenant, request)
-            except (NotFound, Gone):
-                pass
-            else:
-                return
-        raise _refused(f"tenant {tenant!r} has {known} sessions; it may have {most}", tenant, "max_sessions", _LATER_S)
+        if sessions.known >= most:
+            raise _refused(f"tenant {tenant!r} has {sessions.known} sessions; it may have {most}", tenant, "max_sessions", _LATER_S)
+        sessions.known += 1
+        return True
+
+    async def _is_there(self, tenant: str, request: api.Commit) -> bool:
+        """Whether the session of a commit exists; it may be at version 0. True where nobody can tell now."""
+        try:
+            await self._exists(tenant, request)
+        except (NotFound, Gone):
+            return False
+        except KVTierError:
+            return True
+        return True
 
 
 def _refused(why: str, tenant: str, setting: str, seconds: int) -> Overloaded:
-    remedy = "ask less often" if setting == "requests" else "delete sessions, then collect"
-    return Overloaded(
-        why, kind="quota", remedy=f"{remedy}; or have [tenants.{tenant}] {setting} raised", retry_after_s=max(1, seconds)
-    )
+    remedy = f"{_REMEDIES[setting]}; or have [tenants.{tenant}] {setting} raised"
+    return Overloaded(why, kind="quota", remedy=remedy, retry_after_s=max(1, seconds))

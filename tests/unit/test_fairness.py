@@ -3,7 +3,7 @@
 import asyncio
 
 from kvstore.errors import Overloaded
-from kvstore.fairness import Lines
+from kvstore.fairness import Lines, Shares
 from kvstore.objects.gate import ByteGate
 from kvstore.payer import Paying, payer
 
@@ -113,3 +113,19 @@ async def test_work_is_done_for_whoever_asked_also_in_tasks_that_it_began():
     await work()
     assert [one.tenant for one in seen] == ["b", "a", "a", ""]
     assert seen[2].namespace == "n"
+
+
+def test_a_tenant_alone_has_all_places_and_one_of_two_leaves_the_other_its_own():
+    alone = Shares(8, 1)
+    assert [alone.enter("a") for _ in range(9)] == [True] * 8 + [False]
+    two = Shares(8, 2)
+    assert [two.enter("a") for _ in range(7)] == [True] * 6 + [False]  # its own 2, and the 4 that are anybody's
+    assert [two.enter("b") for _ in range(3)] == [True, True, False]
+    two.leave("a")
+    assert two.enter("b")
+    two.leave("b")
+    for _ in range(5):
+        two.leave("a")
+    two.leave("b")
+    two.leave("b")
+    assert [two.enter("b") for _ in range(7)] == [True] * 6 + [False]
