@@ -115,7 +115,7 @@ class Node:
             tiers = await _tenants(settings, origins, disk, movers, clock, lifetime)
             events, held = await _heard(settings, tiers, disk, clock, lifetime)
             if mesh:
-                await mesh.tell_of([*(each.dram for each in tiers.values()), *([disk] if disk else [])], movers.run, clock)
+                await mesh.tell_of(held, movers.run, clock)
             registry, turns = Registry(bucket), Turns(speculative=settings.prestage.speculative)
             beyond = bucket if bucket.configured else None
             plane = Plane(tiers, registry, beyond, clock, movers, turns, peers=mesh.peers if mesh else None, accounts=accounts)
