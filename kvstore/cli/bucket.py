@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import ClassVar, Final
+from typing import ClassVar, Final, ParamSpec, TypeVar
 
 import msgspec
 
@@ -14,13 +14,17 @@ from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Denied, KVTierError
 from kvstore.keys import Keys
-from kvstore.model import Body, Epoch, parse
+from kvstore.model import SEALED_VERSION, Body, Epoch, Format, parse
 from kvstore.objects import Absent, Got, ObjectStore, S3Settings, S3Store, Unchanged, probe
 from kvstore.objects.admin import BucketAdmin
 from kvstore.objects.credential_chain import chain
 from kvstore.objects.credentials import Credentials
 from kvstore.objects.opening import s3_settings
+from kvstore.repo.root import Root
+from kvstore.sealing import sealing_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _SKEW_WARN_S: Final = 60.0
 _SKEW_FAIL_S: Final = 300.0  # stores refuse signatures from 900 s on
 
@@ -51,6 +55,8 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
         async for finding in _store(store, Keys(url.path), where):
             sound = sound and finding.status != "fail"
             yield finding
+        if sound:
+            yield await _encryption(store, Keys(url.path), settings)
     if sound:
         yield await _versioning(where, credentials)
 
@@ -101,9 +107,11 @@ async def _root(store: ObjectStore, keys: Keys) -> Finding:
         form, epoch, hint = [await store.get(key) for key in (keys.format, keys.epoch, keys.collect_hint)]
         if isinstance(form, Got) and isinstance(epoch, Got):
             now = parse(epoch.data, Epoch, keys.epoch).epoch
+            sealed = parse(form.data, Format, keys.format).v == SEALED_VERSION
             seen = _collected(hint, keys.collect_hint)
             if seen <= now:
-                return Finding(name="root", status="ok", detail=f"{where} holds sessions of kvtier, epoch {now}")
+                how = "sealed sessions" if sealed else "sessions"
+                return Finding(name="root", status="ok", detail=f"{where} holds {how} of kvtier, epoch {now}")
             detail = (
                 f"epoch is {now}, and a collection went by {seen}: an older copy was restored, and collections may delete too much"
             )
@@ -114,6 +122,25 @@ async def _root(store: ObjectStore, keys: Keys) -> Finding:
         return Finding(name="root", status="ok", detail=f"{where} is new; the first node initialises it")
     missing = keys.epoch if isinstance(form, Got) else keys.format
     return Finding(name="root", status="fail", detail=f"{missing} is missing", remedy=restore)
+
+
+async def _encryption(store: ObjectStore, keys: Keys, settings: Settings) -> Finding:
+    """Whether key file and root belong together."""
+    clock, ids = SystemClock(), RandomIds()
+    try:
+        sealing = sealing_of(settings.encryption, _here, 0)
+        form = await store.get(keys.format)
+        if isinstance(form, Got):
+            await Root.open(store, keys, clock, ids, init=False, sealing=sealing)
+    except KVTierError as error:
+        return _failed("encryption", error)
+    if sealing is None:
+        return Finding(name="encryption", status="ok", detail="none by kvtier; the store may encrypt its disks")
+    return Finding(name="encryption", status="ok", detail=f"master key {sealing.masters.current.id}")
+
+
+async def _here(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    return fn(*args, **kwargs)
 
 
 class _Collected(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "namespaces": ("namespaces", "What is stored for which model; rm after a weight update."),
     "tokens": ("tokens", "Access tokens of the HTTP API: create, ls, rm."),
     "tenants": ("tenants", "All that one tenant has: rm."),
+    "keys": ("keys", "Keys of an encrypted bucket: new, ls, rotate, rm."),
     "warm": ("warm", "Publish a session's prefix, pinned, for everyone in the tenant."),
     "collect": ("collect", "Delete from the bucket what no session names any more."),
     "fsck": ("fsck", "Check the bucket itself, without a node, and repair what may be repaired."),

@@ -16,7 +16,7 @@ from typing import Final
 from kvstore.api import Dropped
 from kvstore.errors import Corrupt, Gone, Unavailable, Unsupported
 from kvstore.ids import NamespaceId
-from kvstore.keys import check_id
+from kvstore.keys import check_id, escape
 from kvstore.model import Branch, Head
 from kvstore.objects.base import ObjectMeta
 from kvstore.repo import Repo
@@ -25,6 +25,7 @@ from kvstore.repo.together import together
 
 log = logging.getLogger(__name__)
 _LOOKS: Final = 16  # at one head: somebody forks it all the time
+_NO_KEYS: Final = "`kvtier tenants rm` without --key drops its sessions, and collections delete their blocks"
 _MANIFESTS: Final = 4  # read at once for one head, of the 16 heads that are looked at together
 
 
@@ -40,6 +41,19 @@ async def drop_namespace(repo: Repo, tenant: str, namespace: NamespaceId) -> Dro
 async def drop_tenant(repo: Repo, tenant: str) -> Dropped:
     """Drop every session of a tenant, pinned ones too. As `drop_namespace`."""
     return await _Removal(repo, tenant, None).run()
+
+
+async def forget_tenant(repo: Repo, tenant: str) -> Dropped:
+    """Delete a tenant's keys, so that no copy of anything it stored is ever read again; then drop its sessions (R12).
+
+    Raises:
+        Unsupported: `not_encrypted`: there are no keys.
+        Unavailable: As `drop_tenant`.
+    """
+    if repo.root.tenants is None:
+        raise Unsupported("this root is not encrypted, so its tenants have no keys", kind="not_encrypted", remedy=_NO_KEYS)
+    await repo.root.tenants.destroy(escape(check_id(tenant, "tenant")))
+    return await drop_tenant(repo, tenant)
 
 
 class _Removal:

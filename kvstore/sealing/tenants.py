@@ -51,10 +51,13 @@ class TenantKeyring:
         store: The objects, below the sealing.
         keys: Of the root.
         masters: Wrap and unwrap.
+
+    Attributes:
+        masters: As given.
     """
 
     def __init__(self, store: ObjectStore, keys: Keys, masters: MasterKeys, clock: Clock, ids: Ids) -> None:
-        self._store, self._keys, self._masters, self._clock, self._ids = store, keys, masters, clock, ids
+        self._store, self._keys, self.masters, self._clock, self._ids = store, keys, masters, clock, ids
         self._known: LRUCache[str, tuple[Ring, float]] = LRUCache(_CACHED)
         self._making: dict[str, asyncio.Lock] = {}
 
@@ -107,11 +110,11 @@ class TenantKeyring:
 
         def again(old: TenantKeys | None) -> TenantKeys | None:
             nonlocal done
-            if old is None or old.destroyed or all(key.wrapped.master == self._masters.current.id for key in old.keys):
+            if old is None or old.destroyed or all(key.wrapped.master == self.masters.current.id for key in old.keys):
                 return old
             done = True
             keys = tuple(
-                StoredKey(key.id, self._masters.wrap(self._secret(tenant, key), self._place(tenant, key.id))) for key in old.keys
+                StoredKey(key.id, self.masters.wrap(self._secret(tenant, key), self._place(tenant, key.id))) for key in old.keys
             )
             return TenantKeys(write=self._ids.new(), keys=keys)
 
@@ -125,6 +128,16 @@ class TenantKeyring:
         gone = TenantKeys(write=self._ids.new(), destroyed=True)
         await self._swap(tenant, lambda old: old if old is not None and old.destroyed else gone)
         self._known.pop(tenant, None)
+
+    async def all(self) -> list[tuple[str, TenantKeys]]:
+        """Every tenant's register, by the tenant's segment, as it is now; nothing is unwrapped."""
+        found, prefix = [], self._keys.all_tenant_keys()
+        async for page in self._store.list(prefix):
+            for tenant in [meta.key.removeprefix(prefix) for meta in page]:
+                register = await self._register(tenant)
+                if register is not None:
+                    found.append((tenant, register[0]))
+        return found
 
     # --- inside ---
 
@@ -182,10 +195,10 @@ class TenantKeyring:
 
     def _fresh_key(self, tenant: str) -> StoredKey:
         key_id = os.urandom(KEY_ID).hex()
-        return StoredKey(key_id, self._masters.wrap(os.urandom(SECRET), self._place(tenant, key_id)))
+        return StoredKey(key_id, self.masters.wrap(os.urandom(SECRET), self._place(tenant, key_id)))
 
     def _secret(self, tenant: str, key: StoredKey) -> bytes:
-        return self._masters.unwrap(key.wrapped, self._place(tenant, key.id))
+        return self.masters.unwrap(key.wrapped, self._place(tenant, key.id))
 
     def _place(self, tenant: str, key_id: str) -> str:
         return f"keys/{tenant}/{key_id}"
