@@ -125,16 +125,16 @@ class Tokens:
         Raises:
             Denied: It is no token, nobody's, or expired (kind `unauthenticated`); the message does not repeat it.
         """
-        match = _TOKEN.fullmatch(text)
-        if match is None:
+        token_id = id_of(text)
+        if not token_id:
             raise unauthenticated("the access token is malformed: it looks like kvt_<id>_<secret>")
-        found = self.known.get(match[1])
+        found = self.known.get(token_id)
         right = hmac.compare_digest(hashed(text), found.hash if found is not None else _NO_HASH)
         if found is None or not right:
             raise unauthenticated("the access token is not known here")
         if found.expires is not None and found.expires.timestamp() <= now:
-            raise unauthenticated(f"access token {match[1]} expired at {_moment(found.expires)}")
-        return Access(found.tenant, frozenset(found.scopes), match[1])
+            raise unauthenticated(f"access token {token_id} expired at {_moment(found.expires)}")
+        return Access(found.tenant, frozenset(found.scopes), token_id)
 
 
 def new_token(ids: Ids, tenant: str, scopes: Iterable[Scope], expires: datetime | None = None) -> tuple[str, str, Token]:
@@ -152,6 +152,12 @@ def bearer(header: str) -> str:
     if scheme.lower() != "bearer" or not token.strip():
         raise unauthenticated("the Authorization header must be `Bearer <token>`")
     return token.strip()
+
+
+def id_of(text: str) -> str:
+    """The id in a token's text, which is no secret; "" where it is malformed."""
+    match = _TOKEN.fullmatch(text)
+    return match[1] if match is not None else ""
 
 
 def hashed(text: str) -> str:

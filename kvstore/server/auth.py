@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from kvstore.access import MAX_FILE, NOBODY, Access, Need, Tokens, bearer, everything
+from kvstore.access import MAX_FILE, NOBODY, Access, Need, Tokens, bearer, everything, id_of
 from kvstore.clock import Clock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback
 from kvstore.errors import Denied, Invalid, KVTierError
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ACCESS: Final = web.RequestKey("ACCESS", Access)
 TENANT: Final = "default"  # of everybody, where there are no tokens
 _NEEDS: Final = "kvtier_needs"
-_LOOK_S: Final = 1.0  # between two looks at the file
+_LOOK_S: Final = 1.0  # between two looks at the file, for tokens that it had
 
 
 class Door(Protocol):
@@ -61,27 +61,31 @@ class Keyring:
         self._path, self._clock = Path(path).expanduser(), clock
         self._seen = self._signature()
         self._tokens = self._read()
-        self._looked = clock.monotonic()
+        self._looked, self._wrong = clock.monotonic(), ""
 
     def admit(self, header: str) -> Access:
         """See `Door`."""
         text = bearer(header)
         if not text:
             return NOBODY
-        self._look()
+        new = id_of(text) not in self._tokens.known  # one that was just made works at once
+        if new or self._clock.monotonic() - self._looked >= _LOOK_S:
+            self._look()
         return self._tokens.of(text, self._clock.now())
 
     def _look(self) -> None:
-        if self._clock.monotonic() - self._looked < _LOOK_S:
-            return
         self._looked = self._clock.monotonic()
         try:
             seen = self._signature()
-            if seen != self._seen:
-                self._tokens, self._seen = self._read(), seen
-                log.info("%s was read again: %d tokens", self._path, len(self._tokens.known))
+            if seen == self._seen:
+                return
+            self._seen = seen  # also where it is no good: it is not tried again before it changes
+            self._tokens, self._wrong = self._read(), ""
+            log.info("%s was read again: %d tokens", self._path, len(self._tokens.known))
         except Invalid as error:
-            log.warning("%s; the tokens read before stay valid", error.message)
+            if error.message != self._wrong:  # said once, not for every request
+                log.warning("%s; the tokens read before stay valid", error.message)
+            self._wrong = error.message
 
     def _signature(self) -> tuple[int, int, int]:
         try:
