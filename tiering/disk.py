@@ -47,10 +47,10 @@ class _Files(NamedTuple):
 class Read:
     """A read that was asked for; see :class:`tiering.lanes.Job`. Its owner may withdraw it."""
 
-    __slots__ = ("asked", "at", "begun", "entry", "into", "joins", "nbytes", "outcome", "then")
+    __slots__ = ("asked", "at", "begun", "entry", "into", "joins", "nbytes", "outcome", "then", "who")
 
-    def __init__(self, entry: Entry, into: memoryview, then: Callable[[Miss | None], None]) -> None:
-        self.entry, self.into, self.then = entry, into, then
+    def __init__(self, entry: Entry, into: memoryview, then: Callable[[Miss | None], None], who: int) -> None:
+        self.entry, self.into, self.then, self.who = entry, into, then, who
         self.at, self.nbytes = entry.placed.offset, slot_length(entry.placed.size)
         self.joins, self.begun = True, False
         self.outcome: bool | Exception = False  # whether the bytes are right, or what happened
@@ -199,7 +199,7 @@ class DiskTier:
             raise
         return landed.result()
 
-    def read(self, want: Want, into: memoryview, then: Callable[[Miss | None], None]) -> Read | Miss:
+    def read(self, want: Want, into: memoryview, then: Callable[[Miss | None], None], *, who: int = 0) -> Read | Miss:
         """Read a value straight into a page-aligned buffer of whole pages, such as `Slot.padded`. Reads start in the order asked.
 
         Args:
@@ -207,6 +207,7 @@ class DiskTier:
             into: Nobody else's until `then`, or a `withdraw` that succeeds.
             then: Called on the loop, once. None: the first `want.size` bytes are the value. CORRUPT: it was dropped. UNAVAILABLE:
                 the disk failed.
+            who: For whom; those who share a disk take turns.
 
         Returns:
             Something to withdraw; or at once ABSENT, or UNAVAILABLE when the tier is closed, and `then` is never called.
@@ -216,7 +217,7 @@ class DiskTier:
             miss = Miss.UNAVAILABLE if self._closed else Miss.ABSENT
             self.stats.miss(miss)
             return miss
-        read = Read(entry, into, then)
+        read = Read(entry, into, then, who)
         self._enter()
         self._lanes.submit(read)
         return read
@@ -229,7 +230,7 @@ class DiskTier:
         self._leave()
         return True
 
-    async def put_many(self, items: Sequence[tuple[Want, memoryview]], *, must: bool = False) -> list[bool]:
+    async def put_many(self, items: Sequence[tuple[Want, memoryview]], *, must: bool = False, who: int = 0) -> list[bool]:
         """Store each value; True when it is durable. False where there was no room, the policy declined, or the disk refused.
 
         Page-aligned views are written from where they are. A cancelled call ends when nothing uses the views any more.
@@ -237,6 +238,7 @@ class DiskTier:
         Args:
             items: Values and their bytes.
             must: Somebody relies on it: the policy is not asked.
+            who: For whom, as in `read`.
 
         Raises:
             TypeError: A view is not contiguous.
@@ -247,7 +249,7 @@ class DiskTier:
             return [False] * len(items)
         self._enter()
         try:
-            return await settled(asyncio.ensure_future(self._storing.put_many(items, must=must)))
+            return await settled(asyncio.ensure_future(self._storing.put_many(items, must=must, who=who)))
         finally:
             self._leave()
 

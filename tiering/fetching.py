@@ -58,6 +58,7 @@ class Fetcher:
         lenders: Container[str] = (),
         monotonic: Callable[[], float],
     ) -> None:
+        self.who = id(dram)  # a disk that several hierarchies share serves them in turns
         self._lenders = lenders
         self._dram, self._disk, self._origins = dram, disk, origins
         self._stats, self._keep, self._early, self._monotonic = stats, keep, early, monotonic
@@ -145,7 +146,7 @@ class _FromDisk:
         self._done: asyncio.Future[Lease | Miss] = asyncio.get_running_loop().create_future()
         self._elsewhere: asyncio.Task[Lease | Miss] | None = None
         self._stopped = False
-        self._read = disk.read(slot.want, slot.padded, self._came)
+        self._read = disk.read(slot.want, slot.padded, self._came, who=fetcher.who)
         if isinstance(self._read, Miss):
             self._missed(self._read)
 

@@ -24,12 +24,14 @@ class Job(Protocol):
         at: Where it begins.
         nbytes: How much of the device it covers.
         joins: Whether it may be done together with its neighbour.
+        who: Whose it is: each has the next turn in their turn, however many jobs another has waiting.
         begun: Set once a lane has it: it cannot be withdrawn any more.
     """
 
     at: int
     nbytes: int
     joins: bool
+    who: int
     begun: bool
 
 
@@ -61,7 +63,7 @@ class Post:
 
 
 class Lanes(Generic[J]):
-    """As many requests at a device as it has threads, in the order given, for everybody who has any.
+    """As many requests at a device as it has threads: of one owner in the order given, owners in turns.
 
     The threads are polite (`movers.be_nice`), and more than there are cores: they wait for the device, they do not compute. A lane
     takes small neighbours together: one request for each costs more than their bytes.
@@ -74,7 +76,7 @@ class Lanes(Generic[J]):
 
     def __init__(self, name: str, work: Callable[[Sequence[J]], None], threads: int) -> None:
         self._name, self._work, self._count = name, work, threads
-        self._jobs: deque[J] = deque()
+        self._jobs: dict[int, deque[J]] = {}  # by owner, of those who have any; whose turn is next comes first
         self._waiting = 0  # bytes of them
         self._open = True
         self._change = threading.Condition()
@@ -97,7 +99,10 @@ class Lanes(Generic[J]):
     def submit(self, job: J) -> None:
         """Queue a job; its owner bounds how many. From any thread."""
         with self._change:
-            self._jobs.append(job)
+            jobs = self._jobs.get(job.who)
+            if jobs is None:
+                jobs = self._jobs[job.who] = deque()
+            jobs.append(job)
             self._waiting += job.nbytes
             self._change.notify()
 
@@ -106,7 +111,10 @@ class Lanes(Generic[J]):
         with self._change:
             if job.begun:
                 return False
-            self._jobs.remove(job)
+            jobs = self._jobs[job.who]
+            jobs.remove(job)
+            if not jobs:
+                del self._jobs[job.who]
             self._waiting -= job.nbytes
             job.begun = True
             return True
@@ -124,19 +132,23 @@ class Lanes(Generic[J]):
                     return []
                 self._change.wait()
             share = min(MOST_JOINED, self._waiting // self._count)
-            run = [self._take()]
+            who = next(iter(self._jobs))
+            jobs = self._jobs.pop(who)
+            run = [self._take(jobs)]
             end, size = run[0].at + run[0].nbytes, run[0].nbytes
-            while self._jobs and run[-1].joins and self._jobs[0].joins:
-                following = self._jobs[0]
+            while jobs and run[-1].joins and jobs[0].joins:
+                following = jobs[0]
                 size += following.nbytes
                 if following.at != end or size > share:
                     break
                 end += following.nbytes
-                run.append(self._take())
+                run.append(self._take(jobs))
+            if jobs:
+                self._jobs[who] = jobs  # behind the others
             return run
 
-    def _take(self) -> J:
-        job = self._jobs.popleft()
+    def _take(self, jobs: deque[J]) -> J:
+        job = jobs.popleft()
         self._waiting -= job.nbytes
         job.begun = True
         return job

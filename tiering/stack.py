@@ -296,7 +296,7 @@ class Stack:
             self._to_disk.put(want, lease)
 
     async def _write_disk(self, disk: DiskTier, batch: Sequence[tuple[Want, Lease]]) -> None:
-        await disk.put_many([(want, lease.view) for want, lease in batch])
+        await disk.put_many([(want, lease.view) for want, lease in batch], who=self._fetcher.who)
 
     async def _offer(self, origin: Origin, batch: Sequence[tuple[Want, Lease]]) -> None:
         stats = self.stats[origin.name]
@@ -311,7 +311,7 @@ class Stack:
         leases = [(want, self.dram.lease(want)) for want, there in zip(wants, here, strict=True) if not there]
         held = [(want, lease) for want, lease in leases if isinstance(lease, Lease)]
         try:
-            await disk.put_many([(want, lease.view) for want, lease in held], must=True)
+            await disk.put_many([(want, lease.view) for want, lease in held], must=True, who=self._fetcher.who)
         finally:
             for _, lease in held:
                 lease.release()

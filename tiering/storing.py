@@ -52,10 +52,10 @@ class _Batch:
 class _Put:
     """A value under way; see :class:`tiering.lanes.Job`."""
 
-    __slots__ = ("at", "batch", "begun", "index", "joins", "nbytes", "over", "placed", "view", "want")
+    __slots__ = ("at", "batch", "begun", "index", "joins", "nbytes", "over", "placed", "view", "want", "who")
 
-    def __init__(self, batch: _Batch, index: int, want: Want, view: memoryview) -> None:
-        self.batch, self.index = batch, index
+    def __init__(self, batch: _Batch, index: int, want: Want, view: memoryview, who: int) -> None:
+        self.batch, self.index, self.who = batch, index, who
         self.want, self.view = want, view
         self.nbytes = slot_length(want.size)
         self.at = -1
@@ -91,12 +91,12 @@ class Storing:
         self._since = 0.0  # when the first of them was written
         self.lanes: Lanes[_Put] = Lanes(f"{name}-write", self._write, WRITERS)
 
-    async def put_many(self, items: Sequence[tuple[Want, memoryview]], *, must: bool) -> list[bool]:
+    async def put_many(self, items: Sequence[tuple[Want, memoryview]], *, must: bool, who: int) -> list[bool]:
         """See :meth:`tiering.DiskTier.put_many`."""
         batch = _Batch(len(items))
         for index, (want, view) in enumerate(items):
             if want.size > 0 and view.nbytes == want.size:
-                await self._begin(_Put(batch, index, want, view), must=must)
+                await self._begin(_Put(batch, index, want, view, who), must=must)
         await batch.wait()
         return batch.kept
 

@@ -20,8 +20,8 @@ SIZE = 10_000
 
 
 class Job:
-    def __init__(self, at, nbytes, *, joins=True):
-        self.at, self.nbytes, self.joins, self.begun = at, nbytes, joins, False
+    def __init__(self, at, nbytes, *, joins=True, who=0):
+        self.at, self.nbytes, self.joins, self.who, self.begun = at, nbytes, joins, who, False
 
 
 class Desk:
@@ -35,6 +35,24 @@ class Desk:
         self.runs.append([(job.at, job.nbytes) for job in run])
         self.taken.release()
         self.go.wait(10)
+
+
+def test_whoever_has_a_thousand_requests_delays_another_by_one():
+    desk = Desk(1)
+    with desk.lanes.running():
+        desk.lanes.submit(Job(0, 1))
+        desk.taken.acquire()
+        flood = [Job(n * 10_000, 1, who=1) for n in range(1, 1001)]
+        late = [Job(n * 10_000 + 5, 1, who=2) for n in range(3)]
+        for job in [*flood, *late]:
+            desk.lanes.submit(job)
+        assert desk.lanes.withdraw(late[1])
+        desk.go.set()
+    order = [at for [(at, _)] in desk.runs[1:]]
+    assert len(order) == 1002
+    assert order.index(5) <= 1
+    assert order.index(20_005) <= 3
+    assert [at for at in order if at % 10 == 0] == [job.at for job in flood]
 
 
 def test_small_neighbours_are_taken_together_and_others_are_left_their_share():
