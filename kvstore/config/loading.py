@@ -107,11 +107,7 @@ def _check(settings: Settings) -> None:
         raise Invalid("prestage.speculative, prestage.waiting and prestage.hints must be at least 0")
     if settings.node.listen:
         parse_address(settings.node.listen)
-    for field, text in (("node.events", settings.node.events), ("node.events_replay", settings.node.events_replay)):
-        if text and (not text.startswith("tcp://") or not parse_address(text.removeprefix("tcp://"), field)[1]):
-            raise Invalid(f"{field} is {text!r}; write it like tcp://127.0.0.1:5557")
-    if settings.node.events_replay and not settings.node.events:
-        raise Invalid("node.events_replay sends again what node.events publishes, which is empty")
+    _check_events(settings.node)
     check_tls(settings.tls)
     for name, tenant in settings.tenants.items():
         if min(tenant.max_sessions, tenant.requests) < 0:
@@ -148,6 +144,14 @@ def check_tls(tls: TlsSettings) -> None:
         raise Invalid("tls.cert and tls.key go together: set both, or neither")
     if tls.client_ca and not tls.cert:
         raise Invalid("tls.client_ca asks clients for certificates, which needs tls.cert and tls.key")
+
+
+def _check_events(node: NodeSettings) -> None:
+    for field, text in (("node.events", node.events), ("node.events_replay", node.events_replay)):
+        if text and (not text.startswith("tcp://") or not parse_address(text.removeprefix("tcp://"), field)[1]):
+            raise Invalid(f"{field} is {text!r}; write it like tcp://127.0.0.1:5557")
+    if node.events_replay and not node.events:
+        raise Invalid("node.events_replay sends again what node.events publishes, which is empty")
 
 
 def _check_peers(peers: PeersSettings) -> None:

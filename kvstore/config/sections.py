@@ -66,8 +66,8 @@ class NodeSettings(Section, frozen=True, kw_only=True):
         listen: Address of the HTTP API; beyond loopback only with `[auth]` and `[tls]`. Empty: no HTTP.
         socket: Path of the Unix socket for engines on this host. Empty: none.
         id: Shown in answers; by default the host's name.
-        events: Where it publishes what its tiers have (`tcp://127.0.0.1:5557`), in the words of vLLM's KV events; empty: nowhere. Beyond
-            loopback only for `peers.networks`.
+        events: Where it publishes what its tiers have (`tcp://127.0.0.1:5557`), in the words of vLLM's KV events; empty: nowhere.
+            Beyond loopback only for `peers.networks`.
         events_replay: Where subscribers get again what they missed of it.
     """
 
