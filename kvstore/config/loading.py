@@ -14,7 +14,7 @@ import msgspec
 
 from kvstore.config.addresses import parse_address, static_peers
 from kvstore.config.quantities import convert, parse_bytes
-from kvstore.config.sections import SECTIONS, PeersSettings, PricesSettings, Settings, Tenant, TlsSettings
+from kvstore.config.sections import SECTIONS, NodeSettings, PeersSettings, PricesSettings, Settings, Tenant, TlsSettings
 from kvstore.config.storage_url import StorageUrl
 from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
