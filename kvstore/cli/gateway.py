@@ -11,11 +11,12 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
-from kvstore.cli.running import LogOption, log_to_stderr, stop_on_signals
+from kvstore.cli.running import LogFormatOption, LogOption, log_to_stderr, stop_on_signals
 from kvstore.errors import NotFound
 from kvstore.gateway.app import Gateway
 from kvstore.gateway.settings import GatewaySettings, load
 from kvstore.server import loop
+from kvstore.server.logs import LogFormat
 
 app = typer.Typer(add_completion=False)
 
@@ -46,10 +47,11 @@ def gateway(
         str, typer.Option("--tokenizer", metavar="FOLDER", help="The model's tokenizer; by default engines are asked.")
     ] = "",
     log_level: LogOption = "info",
+    log_format: LogFormatOption = LogFormat.text,
     form: FormatOption = Format.table,
 ) -> None:
     """An OpenAI-compatible proxy that sends each request to the engine that will answer first, until SIGTERM or Ctrl-C."""
-    log_to_stderr(log_level)
+    log_to_stderr(log_level, log_format)
     if config is not None and not config.is_file():
         raise NotFound(f"--config {config} does not exist", remedy="name a file that is there, or leave --config out")
     text = config.read_text() if config else ""

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Annotated, TypeAlias
@@ -20,14 +19,19 @@ from kvstore.cli.machine import memory_limit
 from kvstore.config import Settings
 from kvstore.errors import Invalid
 from kvstore.node import Node
+from kvstore.server import logs
 from kvstore.server.app import HttpServer
 from kvstore.server.limits import Limits
 from kvstore.server.local import LocalServer
+from kvstore.server.logs import LogFormat
 from kvstore.server.metrics import Metrics
 from kvstore.server.peering import Peering
 
 LogOption: TypeAlias = Annotated[
     str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error; to stderr.")
+]
+LogFormatOption: TypeAlias = Annotated[
+    LogFormat, typer.Option("--log-format", help="Lines for people, or JSON, which has a line for each request, too.")
 ]
 
 
@@ -48,13 +52,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-def log_to_stderr(level: str) -> None:
+def log_to_stderr(level: str, form: LogFormat = LogFormat.text) -> None:
     """Lines with time, level and origin. Raises `typer.BadParameter` for an unknown level."""
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise typer.BadParameter(f"{level!r} is not one of debug, info, warning, error", param_hint="--log-level")
-    logging.basicConfig(stream=sys.stderr, level=number, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("botocore").setLevel(max(number, logging.WARNING))  # it tells of every look-up of credentials
+    logs.log_to_stderr(number, form)
 
 
 async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> None:

@@ -7,8 +7,9 @@ import typer
 from kvstore.cli import output
 from kvstore.cli.config import ConfigOption, SetOption, read
 from kvstore.cli.output import Format, FormatOption
-from kvstore.cli.running import LogOption, Ready, log_to_stderr, run_node
+from kvstore.cli.running import LogFormatOption, LogOption, Ready, log_to_stderr, run_node
 from kvstore.server import loop
+from kvstore.server.logs import LogFormat
 
 app = typer.Typer(add_completion=False)
 
@@ -18,10 +19,11 @@ def serve(
     config: ConfigOption = None,
     settings: SetOption = None,
     log_level: LogOption = "info",
+    log_format: LogFormatOption = LogFormat.text,
     form: FormatOption = Format.table,
 ) -> None:
     """Run a node with the configuration of this machine, until SIGTERM or Ctrl-C; then drain."""
-    log_to_stderr(log_level)
+    log_to_stderr(log_level, log_format)
     loop.run(run_node(read(config, settings).settings, _announce_json if form is Format.json else _announce))
 
 

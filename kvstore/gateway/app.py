@@ -30,6 +30,7 @@ from kvstore.gateway.tenancy import salted
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
 from kvstore.server.auth import Door, access_of, authenticated, check_exposed, door, needs
 from kvstore.server.console import console_routes
+from kvstore.server.logs import logged, name_request
 from kvstore.server.problems import problems
 from kvstore.server.tls import renew, server_context
 from kvstore.service.supervisor import Supervisor
@@ -100,7 +101,7 @@ class Gateway:
             background.run("events", routing.follow)
             proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
             face = _Face(engines, routing, proxy, session)
-            app = face.application(door(settings.auth, clock))
+            app = face.application(door(settings.auth, clock), ids)
             context = server_context(settings.tls)
             if context is not None:
                 background.run("certificates", partial(renew, context, settings.tls))
@@ -124,11 +125,13 @@ class _Face:
     def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession) -> None:
         self._engines, self._routing, self._proxy, self._session = engines, routing, proxy, session
 
-    def application(self, who: Door) -> web.Application:
+    def application(self, who: Door, ids: Ids) -> web.Application:
         """Every route."""
-        app = web.Application(middlewares=[problems, authenticated(who, self._refused)], client_max_size=MOST_BODY)
+        checks = [logged(ids), problems, authenticated(who, self._refused)]
+        app = web.Application(middlewares=checks, client_max_size=MOST_BODY)
         app.on_shutdown.append(lambda _: self._proxy.stop())
         app.on_response_prepare.append(_unsigned)
+        app.on_response_prepare.append(name_request)
         app.add_routes(
             [
                 web.post(CHAT, self._proxy.handle),

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvstore import api
-from kvstore.clock import Clock, SystemClock
+from kvstore.clock import Clock, RandomIds, SystemClock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
 from kvstore.fairness import Shares
@@ -24,6 +24,7 @@ from kvstore.server.console import console_routes
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
 from kvstore.server.limits import STANDARD, Limits
+from kvstore.server.logs import logged, name_request
 from kvstore.server.metrics import Metrics
 from kvstore.server.ports import Service
 from kvstore.server.problems import Handler, problems
@@ -147,8 +148,9 @@ def application(
         bound: The address, where only requests for this host's own names are taken; "" where any name may be its own.
     """
     own = [_host_check(bound)] if bound else []
-    checks = [visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits)]
+    checks = [logged(RandomIds()), visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits)]
     app = web.Application(middlewares=checks, client_max_size=limits.body)
+    app.on_response_prepare.append(name_request)
     app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
     app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])
