@@ -1,0 +1,204 @@
+"""The HTTP face over TLS: clients that trust it, that do not, that show a certificate or a token, or none; and renewal."""
+
+import asyncio
+import json
+import ssl
+
+import pytest
+from fakes.node import SHARD, fake_service, filler, links_of, namespace, payload_of
+from typer.testing import CliRunner
+
+import kvstore
+from kvstore.access import Tokens, new_token
+from kvstore.cli.commands import app
+from kvstore.clock import RandomIds
+from kvstore.config import AuthSettings, TlsSettings
+from kvstore.errors import Denied, Invalid, Unavailable
+from kvstore.server import tls as tls_module
+from kvstore.server.app import HttpServer
+
+Authority = pytest.importorskip("fakes.certificates", reason="the package cryptography is not installed").Authority
+NS = namespace()
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def pair(authority):
+    return authority.issue("node", "127.0.0.1")
+
+
+@pytest.fixture
+async def service():
+    async with fake_service() as service:
+        yield service
+
+
+def settings(pair, **more):
+    return TlsSettings(cert=str(pair[0]), key=str(pair[1]), **more)
+
+
+def storage_url(server, **keys):
+    query = "&".join(f"{name}={value}" for name, value in {"tls": "true", **keys}.items())
+    return f"{server.url.replace('https', 'kvtier')}?{query}"
+
+
+async def test_blocks_and_calls_travel_over_tls(service, authority, pair):
+    links = links_of(NS, 12)
+    async with HttpServer.open(service, "127.0.0.1:0", tls=settings(pair)) as server:
+        assert server.url.startswith("https://")
+        async with kvstore.open(storage_url(server, ca_bundle=authority.ca)) as kv:
+            assert await kv.put(NS, SHARD, links, filler(links)) == [True] * 12
+            with await kv.get(NS, SHARD, links) as blocks:
+                assert payload_of(NS, blocks.leases[11])[:32].hex() == links[11].prefix_id
+        with pytest.raises(Unavailable) as caught:
+            await kvstore.connect(storage_url(server))  # an authority that nobody knows
+        assert (caught.value.kind, "ca_bundle" in caught.value.remedy) == ("untrusted_certificate", True)
+        elsewhere = storage_url(server, ca_bundle=authority.ca).replace("127.0.0.1", "localhost")
+        with pytest.raises(Unavailable) as caught:  # which the certificate does not name
+            await kvstore.connect(elsewhere)
+        assert caught.value.kind == "untrusted_certificate"
+        with pytest.raises(Unavailable):
+            await kvstore.connect(server.url.replace("https", "kvtier"))  # in plain
+    async with HttpServer.open(service, "127.0.0.1:0") as server:
+        with pytest.raises(Unavailable, match="TLS"):
+            await kvstore.connect(storage_url(server, ca_bundle=authority.ca).replace("http://", "kvtier://"))
+
+
+async def test_only_clients_with_a_certificate_are_let_in_where_it_is_asked_for(service, tmp_path, authority, pair):
+    cert, key = authority.issue("client", "client.example")
+    (tmp_path / "others").mkdir()
+    stranger = Authority(tmp_path / "others", "stranger").issue("client", "client.example")
+    mutual = settings(pair, client_ca=str(authority.ca))
+    async with HttpServer.open(service, "127.0.0.1:0", tls=mutual) as server:
+        trusted = {"ca_bundle": authority.ca}
+        async with kvstore.open(storage_url(server, **trusted, client_cert=cert, client_key=key)) as kv:
+            assert (await kv.stats()).node == service.node_id
+        for wrong in ({}, {"client_cert": stranger[0], "client_key": stranger[1]}):
+            with pytest.raises(Unavailable):
+                await kvstore.connect(storage_url(server, **trusted, **wrong))
+    assert [name for _, name, _ in service.calls if name == "stats"] == ["stats"]
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(service, authority, pair, monkeypatch):
+    monkeypatch.setattr(tls_module, "_LOOK_S", 0.05)
+
+    async def serial(server):
+        port = int(server.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=ssl.create_default_context(cafile=authority.ca))
+        found = writer.get_extra_info("peercert")["serialNumber"]
+        writer.close()
+        await writer.wait_closed()
+        return found
+
+    async with HttpServer.open(service, "127.0.0.1:0", tls=settings(pair)) as server:
+        before = await serial(server)
+        pair[0].write_text("half a certificate")
+        await asyncio.sleep(0.3)
+        assert await serial(server) == before
+        authority.issue("node", "127.0.0.1")
+        async with asyncio.timeout(20):
+            while await serial(server) == before:  # noqa: ASYNC110  it looks at the file now and then
+                await asyncio.sleep(0.05)
+
+
+async def test_a_certificate_that_is_none_is_named(service, tmp_path, authority, pair):
+    (tmp_path / "junk").write_text("junk")
+    for wrong, says in (
+        (TlsSettings(cert=str(tmp_path / "nowhere"), key=str(pair[1])), "tls.cert"),
+        (TlsSettings(cert=str(pair[0]), key=str(tmp_path / "junk")), "tls.key"),
+        (TlsSettings(cert=str(pair[0]), key=str(authority.issue("other", "x")[1])), "tls.key"),
+        (settings(pair, client_ca=str(tmp_path / "junk")), "tls.client_ca"),
+    ):
+        with pytest.raises(Invalid, match=says):
+            async with HttpServer.open(service, "127.0.0.1:0", tls=wrong):
+                pass
+    for name in ("ca_bundle", "client_cert"):
+        with pytest.raises(Invalid, match=name):
+            await kvstore.connect(
+                f"kvtier://127.0.0.1:1?tls=true&{name}={tmp_path}/junk&client_key={tmp_path}/junk&client_cert={tmp_path}/junk"
+            )
+
+
+async def test_a_client_says_what_to_do_about_its_token_and_never_says_it(service, tmp_path, monkeypatch):
+    text, token_id, made = new_token(RandomIds(), "default", ("read",))
+    file = tmp_path / "tokens.toml"
+    file.write_text(Tokens({token_id: made}).text())
+    async with HttpServer.open(service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(file))) as server:
+        url = server.url.replace("http", "kvtier")
+        monkeypatch.setenv("KVTIER_TOKEN", text)
+        async with kvstore.open(url + "?tenant=default") as kv:
+            assert not (await kv.stats()).whole
+            for call, kind in ((kv.collect(), "denied"), (kv.pin("x"), "denied")):
+                with pytest.raises(Denied) as caught:
+                    await call
+                assert caught.value.kind == kind
+                assert "scope" in caught.value.remedy
+            with pytest.raises(Denied):
+                await kv.put(NS, SHARD, links_of(NS, 1), filler(links_of(NS, 1)))
+        monkeypatch.setenv("KVTIER_TOKEN", text[:-1] + "x")
+        with pytest.raises(Denied) as caught:
+            await kvstore.connect(url)
+        assert caught.value.kind == "unauthenticated"
+        assert "KVTIER_TOKEN" in caught.value.remedy
+        assert text[:-1] not in repr(caught.value) + str(caught.value.problem())
+        monkeypatch.delenv("KVTIER_TOKEN")
+        async with kvstore.open(url) as kv:  # it lives, which is nobody's secret
+            with pytest.raises(Denied) as caught:
+                await kv.stats()
+        assert caught.value.kind == "unauthenticated"
+
+
+async def test_what_stands_before_a_node_may_refuse_too(monkeypatch):
+    async def gatekeeper(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 4\r\n\r\nnope")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(gatekeeper, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(Denied) as caught:
+            await kvstore.connect(f"kvtier://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert "proxy" in caught.value.remedy
+
+
+def kvtier(*arguments, code=0, **environment):
+    done = CliRunner(env={"KVTIER_TOKEN": None, **environment}).invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+async def test_the_command_line_makes_shows_and_revokes_tokens(service, tmp_path):
+    file = tmp_path / "tokens.toml"
+    made = json.loads(kvtier("tokens", "create", "--file", file, "--scope", "admin", "--format", "json").stdout)
+    plain = kvtier("tokens", "create", "--file", file, "--expires", "0").stdout.strip()
+    assert plain.startswith("kvt_")
+    text = file.read_text()
+    assert made["token"].rpartition("_")[2] not in text
+    assert file.stat().st_mode & 0o777 == 0o600
+    listed = kvtier("tokens", "ls", "--file", file, "--format", "json")
+    assert made["token"] not in listed.output
+    shown = {each["id"]: each for each in map(json.loads, listed.stdout.splitlines())}
+    assert (shown[made["id"]]["scopes"], shown[made["id"]]["expired"]) == (["admin"], False)
+    assert shown[plain.split("_")[1]]["expires"] == ""
+    async with HttpServer.open(service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(file))) as server:
+        url = server.url.replace("http", "kvtier")
+
+        async def stats(token, code):
+            return await asyncio.to_thread(kvtier, "stats", "--url", url, code=code, KVTIER_TOKEN=token or None)
+
+        await stats(made["token"], 0)
+        assert "KVTIER_TOKEN" in (await stats("", 1)).stderr
+        wrong = made["token"][:-1] + ("0" if made["token"][-1] != "0" else "1")
+        assert wrong not in (await stats(wrong, 1)).output
+    file.chmod(0o640)
+    kvtier("tokens", "rm", made["id"], "--file", file)
+    assert file.stat().st_mode & 0o777 == 0o640  # a node of another user still reads it
+    for arguments, status in ((("rm", made["token"]), 3), (("create", "--scope", "root"), 2), (("create", "--tenant", ".."), 2)):
+        assert made["token"] not in kvtier("tokens", *arguments, "--file", file, code=status).output
+    assert Tokens.parse(file.read_text()).known.keys() == {plain.split("_")[1]}
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
