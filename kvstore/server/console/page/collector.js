@@ -28,7 +28,7 @@ export class CollectorView {
     this.reasons = new Table("What would go, by reason", [
       { name: "Reason", header: true, cell: (each) => each.reason },
       { name: "Things", num: true, cell: (each) => count(each.count) },
-      { name: "Because", cell: (each) => MEANS[each.reason] ?? "" },
+      { name: "Because", class: "wide", cell: (each) => MEANS[each.reason] ?? "" },
     ], { key: (each) => each.reason, empty: "Nothing would go." });
     this.examples = new Table("The first things that would go", [
       { name: "Kind", header: true, cell: (each) => each.kind },

@@ -8,7 +8,11 @@ const spelled = (counts) => Object.entries(counts).map(([what, n]) => `${name(wh
 const seconds = (value) => (value < 0 ? `−${duration(-value)}` : duration(value));
 
 /** Small sums keep the digits that say something. */
-const money = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(Math.abs(value) >= 1 || !value ? 2 : 4)}`;
+function money(value) {
+  const size = Math.abs(value);
+  if (size && size < 0.0001) return "< 0.0001";
+  return `${value < 0 ? "−" : ""}${size.toFixed(size >= 1 || !size ? 2 : 4)}`;
+}
 
 const PRICED = {
   put_1000: "1,000 PUT or COPY",
@@ -30,8 +34,8 @@ export class CostView {
       { name: "Tenant and model", header: true, class: "wide", cell: whose },
       { name: "Requests", num: true, cell: (each) => money(each.requests_cost) },
       { name: "Egress", num: true, cell: (each) => money(each.egress_cost) },
-      { name: "Storage, a month", num: true, cell: (each) => money(each.month_cost) },
-      { name: "Computing avoided", num: true, cell: (each) => (each.recompute_s ? seconds(each.avoided_s) : NONE) },
+      { name: "Storage / month", num: true, cell: (each) => money(each.month_cost) },
+      { name: "Time avoided", num: true, cell: (each) => (each.recompute_s ? seconds(each.avoided_s) : NONE) },
       { name: "Saved", num: true, cell: (each) => (each.recompute_s ? money(each.saved) : NONE) },
     ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
     this.counts = new Table("What was counted", [
@@ -60,7 +64,7 @@ export class CostView {
     if (!known) return;
     const prices = stats.prices ?? {};
     const sparing = stats.cost.some((each) => each.recompute_s);
-    this.unit.textContent = `${prices.currency ? `In ${name(prices.currency)}, by [prices] of this node's settings. ` : ""}${sparing ? "Computing avoided: at the rate that the settings state, less the time that loading took." : "Without a rate of computing (prices.prefill), what was avoided is not estimated."}`;
+    this.unit.textContent = `${prices.currency ? `In ${name(prices.currency)}, by [prices] of this node's settings. ` : ""}${sparing ? "Time avoided: of computing, at the rate that the settings state, less the time that loading took." : "Without a rate of computing (prices.prefill), what was avoided is not estimated."}`;
     this.money.show(stats.cost);
     this.counts.show(stats.cost);
     this.prices.show([

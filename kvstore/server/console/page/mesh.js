@@ -17,7 +17,7 @@ export class MeshView {
     this.fetches = new Table("Blocks asked of others", [
       { name: "How it ended", header: true, cell: (each) => name(each.how) },
       { name: "Blocks", num: true, cell: (each) => count(each.count) },
-      { name: "Meaning", cell: (each) => MEANS[each.how] ?? "a kind of miss: the bucket was asked next" },
+      { name: "Meaning", class: "wide", cell: (each) => MEANS[each.how] ?? "a kind of miss: the bucket was asked next" },
     ], { key: (each) => each.how, empty: "Nothing was asked of others yet." });
     this.facts = new Facts();
     this.alone = panel("Mesh", {}, h("p", { class: "empty" }, "This node is in no mesh: it shares blocks with nobody. [peers] in its settings changes that."));

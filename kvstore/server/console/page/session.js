@@ -29,7 +29,7 @@ export class SessionPanel {
       this.progress, this.facts.element, h("h3", {}, "Versions and forks"), this.forks,
       h("p", { class: "note" }, "Of its family, the forks that are in the list beside it. Each stands under the version that it began as."));
     this.element = h("section", { class: "panel detail", "aria-label": "Session", hidden: true },
-      h("p", { class: "back" }, h("a", { href: "#/sessions" }, "All sessions")), this.heading, this.said, this.body);
+      h("div", { class: "title" }, this.heading, h("a", { href: "#/sessions" }, "All sessions")), this.said, this.body);
   }
 
   /** What the node has decides what can be restored to. */

@@ -17,7 +17,7 @@ export class SessionsView {
   constructor(state) {
     this.state = state;
     this.sessions = [];
-    this.cursor = "";
+    this.prefix = this.cursor = "";
     this.asked = 0;
     this.chosen = "";
     this.input = h("input", { id: "prefix", type: "search", autocomplete: "off", spellcheck: "false", oninput: () => this.#typed() });
@@ -61,6 +61,8 @@ export class SessionsView {
 
   /** From the first page again. */
   async refresh() {
+    clearTimeout(this.typing);
+    this.prefix = this.input.value;
     this.cursor = "";
     await this.#load({ anew: true });
   }
@@ -83,9 +85,8 @@ export class SessionsView {
   }
 
   async #load({ anew = false } = {}) {
-    clearTimeout(this.typing);
     const asked = (this.asked += 1);
-    const query = new URLSearchParams({ prefix: this.input.value, cursor: this.cursor, limit: PAGE });
+    const query = new URLSearchParams({ prefix: this.prefix, cursor: this.cursor, limit: PAGE });
     this.table.element.setAttribute("aria-busy", "true");
     try {
       const page = await get(`/v1/sessions?${query}`, { patience: 60_000 });

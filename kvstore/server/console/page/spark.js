@@ -1,8 +1,8 @@
-// Five minutes of one rate as a line, on the scale of its own maximum.
+// One rate as a line: at least a minute, at most five; on the scale of its own maximum.
 
 import { s } from "./dom.js";
 
-const WIDTH = 160, HEIGHT = 28, SECONDS = 300;
+const WIDTH = 160, HEIGHT = 28, LEAST_S = 60;
 
 export class Spark {
   constructor(label) {
@@ -16,10 +16,11 @@ export class Spark {
   /** `points` as Samples.rates gives them. */
   show(points) {
     const most = Math.max(1e-9, ...points.map(([, value]) => value ?? 0));
+    const seconds = Math.max(LEAST_S, points[0]?.[0] ?? 0);
     const runs = [[]];
     for (const [ago, value] of points) {
       if (value === null) runs.push([]);
-      else runs.at(-1).push([WIDTH * (1 - ago / SECONDS), HEIGHT - 1.5 - (HEIGHT - 4) * (value / most)]);
+      else runs.at(-1).push([WIDTH * (1 - ago / seconds), HEIGHT - 1.5 - (HEIGHT - 4) * (value / most)]);
     }
     const drawn = runs.filter((run) => run.length > 1);
     const path = (run) => run.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");

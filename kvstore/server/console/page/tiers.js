@@ -62,16 +62,16 @@ export class TiersView {
       { name: "Tier", header: true, cell: (tier) => CALLED[tier.key] ?? name(tier.key) },
       { name: "Used", class: "wide", cell: used },
       { name: "Hit rate", num: true, cell: (tier) => percent(tier.hits, tier.hits + tier.misses) },
-      { name: "Reads, last 5 min", class: "wide", cell: (tier) => this.#reads(tier) },
+      { name: "Reads over time", class: "wide", cell: (tier) => this.#reads(tier) },
       { name: "Out", num: true, cell: (tier) => rate(tier.out) },
       { name: "In", num: true, cell: (tier) => rate(tier.in) },
-      { name: "Read time", num: true, cell: (tier) => readTime(tier.reads) },
+      { name: "Read time", num: true, class: "wide", cell: (tier) => readTime(tier.reads) },
       { name: "Left out or lost", class: "wide", cell: lost },
     ], { empty: "No statistics yet." });
     [this.readers, this.writers, this.bucket, this.node] = [new Facts(), new Facts(), new Facts(), new Facts()];
     this.element = h("div", {},
       panel("Tiers", {}, this.tiers.element,
-        h("p", { class: "note" }, "Counts are since the node started. Hit rate: of the blocks that a tier was asked for. Out and in: over the last six seconds.")),
+        h("p", { class: "note" }, "Counts are since the node started. Hit rate: of the blocks that a tier was asked for. Out and in: over the last six seconds. Lines: since this page was opened, at most five minutes.")),
       h("div", { class: "columns" },
         panel("Readers", {}, this.readers.element),
         panel("Writers", {}, this.writers.element),
@@ -81,7 +81,7 @@ export class TiersView {
 
   #reads(tier) {
     if (!this.sparks.has(tier.key)) {
-      const spark = new Spark(`Blocks read from ${CALLED[tier.key] ?? tier.key} a second, last five minutes`);
+      const spark = new Spark(`Blocks read from ${CALLED[tier.key] ?? tier.key} a second, over time`);
       this.sparks.set(tier.key, { spark, words: h("span"), element: null });
     }
     const one = this.sparks.get(tier.key);

@@ -1,0 +1,427 @@
+"""The console in a real browser: every view, what can be done there, hostile names, the keyboard alone, and what goes wrong."""
+
+import asyncio
+import json
+import re
+import shutil
+import threading
+from contextlib import AsyncExitStack, contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvstore import api
+from kvstore.access import Tokens, new_token
+from kvstore.clock import RandomIds
+from kvstore.config import AuthSettings
+from kvstore.server.app import HttpServer
+from tests.integration.gateway_fleet import open_fleet
+from tests.stack.console_scene import HOSTILE, LONG, NS, SESSIONS, opened
+
+CHROMIUM = shutil.which("chromium")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian's package) is not installed")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+VIEWS = ("Tiers", "Sessions", "Collector", "Mesh", "Cost")
+MANY = 60  # sessions under zz/
+WATCH = """
+addEventListener("securitypolicyviolation", (event) => console.error(`violated ${event.violatedDirective} ${event.blockedURI}`));
+"""
+# Of text that can be seen: its contrast with the first opaque background behind it, by WCAG 2.
+CONTRAST = """
+() => {
+  const parts = (colour) => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const found = parts(getComputedStyle(node).backgroundColor);
+      if (found[3] === 255) return found;
+    }
+    return [255, 255, 255, 255];
+  };
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const words = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    const box = node.getBoundingClientRect();
+    if (!words || !node.checkVisibility() || box.width < 2 || box.height < 2 || node.matches(":disabled")) continue;
+    const [a, b] = [light(parts(getComputedStyle(node).color)), light(behind(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push([node.tagName, node.textContent.slice(0, 40), ratio.toFixed(2)]);
+  }
+  return low;
+}
+"""
+
+
+class Loop:
+    """An event loop in a thread, and what was opened in it: the browser is driven from the test's own thread."""
+
+    def __init__(self):
+        self._loop, self._lifetime = asyncio.new_event_loop(), AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def enter(self, opening):
+        return self.run(self._lifetime.enter_async_context(opening))
+
+    def close(self):
+        self.run(self._lifetime.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def node(loop, tmp_path_factory):
+    """The node that is shown, and its face."""
+    node, server = loop.enter(opened(tmp_path_factory.mktemp("console"), [*SESSIONS, *HOSTILE]))
+
+    async def many():
+        for number in range(MANY):
+            await node.service.call("default", "create_session", api.CreateSession(id=f"zz/{number:03}", namespace=NS.id))
+
+    loop.run(many())
+    node.url = server.url
+    node.call = lambda name, request: loop.run(node.service.call("default", name, request))
+    return node
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def looking(browser, url, *, expected=r"(?!)", **options):
+    """A page of its own. What it says to the console, unless it is `expected`, and what it asks of other hosts are failures."""
+    context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
+    context.add_init_script(WATCH)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    wrong, asked = [], set()
+    page.on("console", lambda message: wrong.append(message.text) if message.type in {"error", "warning"} else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: asked.add(urlsplit(request.url).netloc))
+    page.goto(url)
+    yield page
+    assert page.evaluate("window.hacked") is None
+    context.close()
+    assert [text for text in wrong if not re.search(expected, text)] == []
+    assert asked == {urlsplit(url).netloc}
+
+
+@pytest.fixture
+def page(browser, node):
+    with looking(browser, node.url) as page:
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        yield page
+
+
+def fits(page):
+    return page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+
+
+def show(page, session):
+    """Open a session from the list."""
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    page.get_by_role("link", name=session, exact=True).first.click()
+    sync_api.expect(page.locator(".detail h2")).to_be_focused()
+    return page.locator(".detail")
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")])
+def test_every_view_fits_and_can_be_read(browser, node, size, scheme):
+    with looking(browser, node.url, viewport=size, color_scheme=scheme) as page:
+        for view in VIEWS:
+            page.get_by_role("link", name=view, exact=True).click()
+            sync_api.expect(page.get_by_role("link", name=view, exact=True)).to_have_attribute("aria-current", "page")
+            sync_api.expect(page.locator("main h2:visible").first).to_be_visible()
+            assert fits(page), view
+            assert page.evaluate(CONTRAST) == []
+        show(page, SESSIONS[0])
+        sync_api.expect(page.locator(".tree")).to_contain_text("~retry~2")
+        assert page.locator(".list").is_visible() is (size is WIDE)
+        assert fits(page)
+        assert page.evaluate(CONTRAST) == []
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(16, 20, 24)") is (scheme == "dark")
+
+
+def test_tiers_show_what_statistics_say(page, node):
+    row = page.get_by_role("row").filter(has_text="DRAM")
+    sync_api.expect(row).to_contain_text("of 24.0 MiB")
+    sync_api.expect(page.get_by_role("row").filter(has_text="Bucket")).to_be_visible()
+    sync_api.expect(page.locator("#who")).to_contain_text("node-a · version")
+    sync_api.expect(page.get_by_role("region", name="Bucket")).to_contain_text("memory://console")
+    page.get_by_role("link", name="Mesh").click()
+    sync_api.expect(page.get_by_role("row").filter(has_text="node-z")).to_be_visible()
+    page.get_by_role("link", name="Cost").click()
+    sync_api.expect(page.get_by_role("row").filter(has_text=f"default / {NS.model}").first).to_be_visible()
+
+
+def test_forks_stand_under_the_version_that_they_began_as(page):
+    first = SESSIONS[0]
+    tree = show(page, first).locator(".tree")
+    sync_api.expect(tree).to_contain_text("~retry~2")
+    lines = [line.strip() for line in tree.inner_text().split("\n")]
+    names = [line for line in lines if re.fullmatch(r"v\d+", line) or line.startswith(first)]
+    assert names == [
+        *(first, "v3", f"{first}~branch", "v3"),
+        *("v2", f"{first}~retry", "v3", f"{first}~retry~2", "v3", "v2"),
+        "v1",
+    ]
+    tree.get_by_role("link", name=f"{first}~retry", exact=True).click()
+    sync_api.expect(page.locator(".detail h2")).to_have_text(f"{first}~retry")
+    page.go_back()
+    sync_api.expect(page.locator(".detail h2")).to_have_text(first)
+
+
+def test_a_restore_is_followed_to_its_end(page, node):
+    detail = show(page, LONG)
+    page.evaluate("""() => {
+      window.values = [];
+      const look = () => {
+        const bar = document.querySelector("progress");
+        if (bar?.hasAttribute("value")) values.push(bar.value);
+      };
+      new MutationObserver(look).observe(document.querySelector(".detail"), { subtree: true, childList: true, attributes: true });
+      window.told = [];
+      const said = document.getElementById("said");
+      new MutationObserver(() => told.push(said.textContent)).observe(said, { childList: true });
+    }""")
+    detail.get_by_role("button", name="Restore", exact=True).first.click()
+    sync_api.expect(detail.locator(".restoring")).to_contain_text("Restored v3")
+    sync_api.expect(detail.locator(".restoring")).to_contain_text("5,120 of 5,120 tokens")
+    values = page.evaluate("values")
+    assert values == sorted(values)
+    assert values[-1] == 1
+    assert len({value for value in values if 0 < value < 1}) >= 2
+    told = page.evaluate("told")
+    assert told[-1].startswith("Restored: 5,120 of 5,120 tokens")
+    assert any(text.endswith("percent restored") for text in told)
+    assert node.call("stats", api.Nothing()).restored["interactive ready"] >= 1
+    detail.get_by_role("button", name="Restore version 1").click()
+    sync_api.expect(detail.locator(".restoring")).to_contain_text("Restored v1")
+
+
+def test_pinned_and_unpinned(page, node):
+    detail = show(page, "chat-2042")
+    detail.get_by_role("button", name="Pin", exact=True).click()
+    sync_api.expect(detail).to_contain_text("never, it is pinned")
+    sync_api.expect(page.get_by_role("row").filter(has_text="chat-2042")).to_contain_text("pinned")
+    assert node.call("get_session", api.OfSession(id="chat-2042")).pinned
+    detail.get_by_role("button", name="Unpin").click()
+    sync_api.expect(detail).to_contain_text("its time to live begins anew")
+    assert not node.call("get_session", api.OfSession(id="chat-2042")).pinned
+
+
+def test_nothing_is_deleted_until_it_is_confirmed(page, node):
+    gone = "zz/007"
+    there = lambda: gone in [each.id for each in node.call("list_sessions", api.ListSessions(prefix="zz/")).sessions]  # noqa: E731
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    page.get_by_label("Ids that begin with").fill(gone)
+    detail = show(page, gone)
+    delete, dialog = detail.get_by_role("button", name="Delete"), page.get_by_role("dialog")
+    for refuse in (lambda: dialog.get_by_role("button", name="Cancel").click(), lambda: page.keyboard.press("Escape")):
+        delete.click()
+        sync_api.expect(dialog).to_contain_text(gone)
+        sync_api.expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
+        refuse()
+        sync_api.expect(dialog).to_have_count(0)
+        sync_api.expect(delete).to_be_focused()
+        assert there()
+    delete.click()
+    dialog.get_by_role("button", name="Delete session").click()
+    sync_api.expect(page.locator(".list")).to_contain_text(f"Session {gone} was deleted")
+    sync_api.expect(page.locator(".detail")).to_be_hidden()
+    assert not there()
+
+
+def test_search_and_pages(page):
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    page.get_by_label("Ids that begin with").fill("zz/")
+    rows = page.locator(".list tbody tr")
+    sync_api.expect(rows.first).to_contain_text("zz/")
+    sync_api.expect(rows).to_have_count(50)
+    page.get_by_role("button", name="More").click()
+    sync_api.expect(page.get_by_role("button", name="More")).to_be_hidden()
+    assert MANY - 1 <= rows.count() <= MANY  # another test deletes one
+    page.get_by_label("Ids that begin with").fill("nobody has this")
+    sync_api.expect(page.locator(".list")).to_contain_text("No session has an id that begins so")
+
+
+def test_names_are_text_whatever_is_in_them(page, node):
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    for session in HOSTILE:
+        seen = session.replace("\u202e", "\\u{202e}")
+        page.get_by_role("link", name=seen, exact=True).click()
+        sync_api.expect(page.locator(".detail h2")).to_have_text(seen)
+        sync_api.expect(page.locator(".detail")).to_contain_text("<i>bold</i>")
+        sync_api.expect(page.locator(".tree")).to_contain_text("v1")
+        assert page.locator("main img, main script, main b, main i").count() == 0
+        page.reload()  # the address says which one it is
+        sync_api.expect(page.locator(".detail h2")).to_have_text(seen)
+        page.locator(".detail").get_by_role("button", name="Pin", exact=True).click()
+        sync_api.expect(page.locator(".detail")).to_contain_text("never, it is pinned")
+        assert node.call("get_session", api.OfSession(id=session)).pinned
+
+
+def test_a_dry_run_says_what_would_go_and_why(page, node):
+    before = node.call("list_sessions", api.ListSessions()).sessions
+    page.get_by_role("link", name="Collector").click()
+    page.get_by_role("button", name="Dry run").click()
+    sync_api.expect(page.get_by_role("status").filter(has_text="Nothing was changed")).to_be_visible()
+    expired = page.get_by_role("row").filter(has_text="expired")
+    sync_api.expect(expired.first).to_contain_text("their time to live is over")
+    sync_api.expect(expired.last).to_contain_text("heads/default/")
+    sync_api.expect(page.get_by_role("button", name="Dry run")).to_be_focused()
+    assert len(node.call("list_sessions", api.ListSessions()).sessions) == len(before)
+
+
+def test_the_keyboard_is_enough(page):
+    def focused():
+        return page.evaluate("document.activeElement.textContent.trim() || document.activeElement.id")
+
+    def tab_to(wanted):
+        for _ in range(120):
+            page.keyboard.press("Tab")
+            style = page.evaluate("(() => { const s = getComputedStyle(document.activeElement); return s.outlineStyle; })()")
+            assert style != "none", focused()
+            if focused() == wanted:
+                return
+        raise AssertionError(f"{wanted} was never reached")
+
+    tab_to("Skip to content")
+    tab_to("Sessions")
+    page.keyboard.press("Enter")
+    tab_to("prefix")
+    page.keyboard.type("code-review")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator(".list tbody tr")).to_have_count(1)
+    tab_to("code-review/pr-1182")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator(".detail h2")).to_be_focused()
+    sync_api.expect(page.locator(".tree")).to_contain_text("v1")
+    tab_to("Restore")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator(".restoring")).to_contain_text("Restored v3")
+    tab_to("Delete …")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    sync_api.expect(page.get_by_role("button", name="Delete …")).to_be_focused()
+
+
+def test_a_node_that_goes_away_and_comes_back(browser, node):
+    with looking(browser, node.url, expected="ERR_INTERNET_DISCONNECTED") as page:
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        page.context.set_offline(True)
+        sync_api.expect(page.locator("#state")).to_have_text("No answer")
+        sync_api.expect(page.locator("#notices")).to_contain_text("Still trying")
+        sync_api.expect(page.get_by_role("row").filter(has_text="DRAM")).to_contain_text("of 24.0 MiB")
+        page.context.set_offline(False)
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        sync_api.expect(page.locator("#notices")).to_be_empty()
+
+
+def test_what_is_degraded_stands_above_every_view(browser, node):
+    with looking(browser, node.url) as page:
+        said = {"ok": True, "node": "node-a", "version": "0.1.0", "degraded": {"<b>nvme</b>": "3 operations failed <script>"}}
+        page.route("**/readyz", lambda route: route.fulfill(json=said))
+        sync_api.expect(page.locator("#state")).to_have_text("Degraded", timeout=15_000)
+        sync_api.expect(page.locator("#notices")).to_have_text("<b>nvme</b> 3 operations failed <script>")
+
+
+def test_nothing_is_asked_while_nobody_looks(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    hide = """(hidden) => {
+      Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.evaluate(hide, True)
+    page.wait_for_timeout(500)  # what was under way
+    asked.clear()
+    page.wait_for_timeout(3000)
+    assert asked == []
+    with page.expect_request("**/v1/stats"):
+        page.evaluate(hide, False)
+
+
+def test_a_token_is_asked_for_and_kept_out_of_addresses(browser, node, loop, tmp_path):
+    ids = RandomIds()
+    (reader, reader_id, read), (other, other_id, admin) = (
+        new_token(ids, "default", scopes) for scopes in (["read"], ["read", "write", "admin"])
+    )
+    path = tmp_path / "tokens.toml"
+    path.write_text(Tokens({reader_id: read, other_id: admin}).text())
+    path.chmod(0o600)
+    server = loop.enter(HttpServer.open(node.service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(path))))
+    with looking(browser, server.url, expected=r"status of 40[13]") as page:
+        seen = []
+        page.on("request", lambda request: seen.append(request.url))
+        dialog = page.get_by_role("dialog")
+        sync_api.expect(dialog.get_by_label("Token")).to_be_focused()
+        dialog.get_by_label("Token").fill("kvt_0123456789abcdef_" + 64 * "0")
+        page.keyboard.press("Enter")
+        sync_api.expect(dialog.locator(".wrong")).to_be_visible()
+        dialog.get_by_label("Token").fill(reader)
+        dialog.get_by_role("button", name="Use it").click()
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        page.get_by_role("link", name="Collector").click()
+        page.get_by_role("button", name="Dry run").click()
+        sync_api.expect(page.get_by_role("status").filter(has_text="This token may not collect")).to_be_visible()
+        show(page, "warmup/system").get_by_role("button", name="Pin", exact=True).click()
+        sync_api.expect(page.locator(".detail")).to_contain_text("This token may not do that")
+        page.reload()  # it stays in this tab
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        kept = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie + location]")
+        assert reader in kept[0]
+        assert reader not in kept[1]
+        assert [url for url in seen if "kvt_" in url] == []
+        page.get_by_role("button", name="Forget token").click()
+        sync_api.expect(page.get_by_role("dialog")).to_be_visible()
+        assert "kvt_" not in page.evaluate("JSON.stringify(sessionStorage)")
+        page.get_by_role("dialog").get_by_label("Token").fill(other)
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".detail")).to_contain_text("Time to live")
+
+
+def test_a_gateway_shows_where_requests_went_and_why(browser, loop):
+    fleet = loop.enter(open_fleet())
+    loop.run(fleet.ask("a secret thing", stream=True))
+    for size in (WIDE, NARROW):
+        with looking(browser, fleet.gateway.url, viewport=size) as page:
+            sync_api.expect(page.locator("#state")).to_have_text("Ready")
+            sync_api.expect(page.locator("#who")).to_have_text("gateway")
+            decision = page.locator(".decisions > li")
+            sync_api.expect(decision).to_have_count(1)
+            decision.locator("summary").click()
+            sync_api.expect(decision.get_by_role("row")).to_have_count(3)
+            sync_api.expect(decision).to_contain_text("computed")
+            assert "secret" not in json.dumps(page.content())
+            assert fits(page)
+            assert page.evaluate(CONTRAST) == []
