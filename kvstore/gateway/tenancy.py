@@ -76,7 +76,8 @@ def of_tenant(wanted: Asked, tenant: str, *, header: str = "") -> Asked:
         headers[HEADER] = told[FIELD]
     if told.get(PARENT_FIELD):
         headers[PARENT_HEADERS[0]] = told[PARENT_FIELD]
-    body = wanted.body.rstrip()[:-1] + (b", " if wanted.body.strip() != b"{}" else b"") + msgspec.json.encode(fields)[1:]
+    front = wanted.body.rstrip()[:-1].rstrip()  # without the last brace
+    body = front + (b"" if front.endswith(b"{") else b", ") + msgspec.json.encode(fields)[1:]
     return msgspec.structs.replace(wanted, body=body, headers=headers, salt=salt, session=ids[FIELD], parent=ids[PARENT_FIELD])
 
 
