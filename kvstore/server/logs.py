@@ -24,6 +24,7 @@ from kvstore.server.auth import ACCESS
 from kvstore.server.problems import Handler
 
 REQUEST_ID: Final = "X-Request-ID"
+_KEY: Final = web.RequestKey("kvtier.request_id", str)
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOKEN: Final = re.compile(r"kvt_([0-9a-f]{16})_[0-9a-f]+")
 _SESSIONS: Final = ("X-Session-ID", "x-claude-code-session-id", "session-id")
@@ -82,7 +83,7 @@ def logged(ids: Ids) -> Middleware:
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
         said = request.headers.get(REQUEST_ID, "")
         request_id = said if _ID.fullmatch(said) else ids.new()
-        request[REQUEST_ID] = request_id
+        request[_KEY] = request_id
         token = _current.set(request_id)
         clock = asyncio.get_running_loop().time
         begun, status = clock(), 499  # of a client that left before there was an answer
@@ -100,7 +101,7 @@ def logged(ids: Ids) -> Middleware:
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
     """For `on_response_prepare`: the answer says which request it is of."""
-    if found := request.get(REQUEST_ID):
+    if found := request.get(_KEY):
         response.headers.setdefault(REQUEST_ID, found)
 
 
