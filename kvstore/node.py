@@ -32,7 +32,7 @@ from kvstore.objects.hedge import HedgingStore
 from kvstore.objects.opening import open_store
 from kvstore.objects.ranged import RangedStore
 from kvstore.repo import Repo, RepoSettings
-from kvstore.sealing import sealing_of
+from kvstore.sealing import DiskSeals, MasterKeys, sealing_of
 from kvstore.service.bucket import PART as BUCKET
 from kvstore.service.bucket import Bucket
 from kvstore.service.calls import Service
@@ -43,7 +43,7 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Movers, Origin, PathInUse, SecondSight, Stack, StackSettings
+from tiering import DiskTier, DramTier, Movers, Origin, SecondSight, Stack, StackSettings, TierError
 
 if TYPE_CHECKING:
     from kvstore.mesh.publishing import Publisher
@@ -238,9 +238,11 @@ async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
     try:
         await movers.run(refuse_more_disk_than_there_is, path, int(settings.nvme.size))
         policy = SecondSight() if settings.nvme.admission == "second" else None
-        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy) as disk:
+        key_file = settings.encryption.key_file
+        seals = DiskSeals(MasterKeys.read(key_file)) if key_file else None
+        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy, seals=seals) as disk:
             yield disk
-    except (PathInUse, OSError) as error:
+    except (TierError, OSError) as error:
         raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error
 
 

@@ -25,6 +25,7 @@ from tiering.movers import Movers, settled
 from tiering.policy import Lru, Policy
 from tiering.prewrite import Prewrite, was_prewritten
 from tiering.recovery import recover, stopped
+from tiering.sealer import Seals
 from tiering.slab import Placed, ShortRead, Slab, slot_length
 from tiering.space import Space
 from tiering.stats import TierStats
@@ -52,7 +53,7 @@ class Read:
     def __init__(self, entry: Entry, into: memoryview, then: Callable[[Miss | None], None], who: int) -> None:
         self.entry, self.into, self.then, self.who = entry, into, then, who
         self.at, self.nbytes = entry.placed.offset, slot_length(entry.placed.size)
-        self.joins, self.begun = True, False
+        self.joins, self.begun = not entry.placed.salt, False  # sealed ones are opened one by one
         self.outcome: bool | Exception = False  # whether the bytes are right, or what happened
         self.asked = time.monotonic()
 
@@ -104,19 +105,27 @@ class DiskTier:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, path: Path, limit: int, movers: Movers, *, name: str = "nvme", policy: Policy | None = None
+        cls, path: Path, limit: int, movers: Movers, *, name: str = "nvme", policy: Policy | None = None, seals: Seals | None = None
     ) -> AsyncIterator[Self]:
         """Open or create a tier in the folder `path`, for `limit` payload bytes.
 
         A new slab is written once in the background, so that its pages are real; the tier works meanwhile.
 
+        Args:
+            path: The folder.
+            limit: Payload bytes.
+            movers: Threads.
+            name: In leases, statistics and logs.
+            policy: What goes first; least recently used by default.
+            seals: Makes what seals values, their keys and the journal. A folder is sealed from its beginning, or never.
+
         Raises:
             PathInUse: Another tier has the folder open.
-            TierError: Another version of this software wrote it.
+            TierError: Another version of this software wrote it, or it is sealed and should not be, or the other way round.
             OSError: The folder cannot be used.
         """
         with contextlib.ExitStack() as closing:
-            files = await movers.run(_open_files, closing, path, limit)
+            files = await movers.run(_open_files, closing, path, limit, seals)
             tier = cls(name, limit, movers, files, policy or Lru())
             for lanes in (tier._lanes, tier._storing.lanes):
                 closing.enter_context(lanes.running())
@@ -327,7 +336,7 @@ class DiskTier:
             self._idle.set()
 
 
-def _open_files(closing: contextlib.ExitStack, path: Path, limit: int) -> _Files:
+def _open_files(closing: contextlib.ExitStack, path: Path, limit: int, seals: Seals | None) -> _Files:
     """Open everything a tier needs, and leave it to `closing`. Blocking."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -339,7 +348,8 @@ def _open_files(closing: contextlib.ExitStack, path: Path, limit: int) -> _Files
     slab = Slab.open(path / "slab", with_slack(limit))
     closing.callback(slab.close)
     # An entry takes about 120 bytes: this is enough for values of 32 KiB, and the file may grow to eight times as much.
-    index = Index.open(path / "index", reserve=(1 << 20) + slab.size // 256, barrier=slab.sync)
+    index = Index.open(path / "index", reserve=(1 << 20) + slab.size // 256, barrier=slab.sync, seals=seals)
+    slab.sealer = index.sealer
     closing.callback(index.close)
     meta = dict(index.load(META))
     records = dict(index.load(JOURNAL))

@@ -16,13 +16,15 @@ import lmdb
 from lmdb.verify import VerifyError, verify
 
 from tiering.movers import be_nice
+from tiering.sealer import Sealer, Seals
 from tiering.tier import TierError
 
 _log = logging.getLogger("tiering.index")
 
 SLOTS, JOURNAL, META = "slots", "journal", "meta"
 TABLES = (SLOTS, JOURNAL, META)
-_LAYOUT = b"1"
+_LAYOUT, _SEALED = b"1", b"2"
+_KEY = b"key"
 _GROUP = 4096  # changes in one transaction, at most about
 
 
@@ -54,9 +56,11 @@ class Index:
 
     Attributes:
         bytes_written: What the file system was made to write for it since it was opened; 0 where the kernel does not say.
+        sealer: Seals keys of slots and bodies of journal records; None: nothing does.
     """
 
     def __init__(self, env: Any, barrier: Callable[[], None]) -> None:
+        self.sealer: Sealer | None = None
         self._env = env
         self._barrier = barrier
         self.bytes_written = 0
@@ -65,7 +69,7 @@ class Index:
         self._thread = threading.Thread(target=self._run, name="tiering-index", daemon=True)
 
     @classmethod
-    def open(cls, path: Path, *, reserve: int, barrier: Callable[[], None]) -> Index:
+    def open(cls, path: Path, *, reserve: int, barrier: Callable[[], None], seals: Seals | None = None) -> Index:
         """Open or create the tables. Blocking.
 
         A file that is not an index any more (zero-filled, cut, foreign) is replaced by an empty one: its values are misses.
@@ -75,9 +79,10 @@ class Index:
             reserve: Bytes to claim from the file system at once, so that slots that fill the disk leave room to say so. It may grow
                 eightfold.
             barrier: See the class.
+            seals: Makes its sealer.
 
         Raises:
-            TierError: Another version of this software wrote it.
+            TierError: Another version of this software wrote it; or it is sealed and should not be, or the other way round.
             OSError: It cannot be created.
         """
         problem = _damage(path)
@@ -91,13 +96,14 @@ class Index:
             index = cls(env, barrier)
         except lmdb.Error as error:
             raise OSError(f"cannot open {path}: {error}") from error
-        layout = dict(index.load(META)).get(b"layout")
-        if layout not in {None, _LAYOUT}:
+        try:
+            change = index._unlock(path, seals)
+        except BaseException:
             index._env.close()
-            raise TierError(f"{path} has layout {layout!r}, this version knows {_LAYOUT!r}: remove the folder, or use another")
+            raise
         index._thread.start()
         try:
-            index.submit([Change(META, b"layout", _LAYOUT)] if layout is None else []).result()
+            index.submit(change).result()
         except BaseException:
             index.close()
             raise
@@ -106,7 +112,27 @@ class Index:
     def load(self, table: str) -> list[tuple[bytes, bytes]]:
         """A whole table. Only before the first change is submitted."""
         with self._env.begin(db=self._tables[table]) as txn:
-            return list(txn.cursor())
+            found = list(txn.cursor())
+        if self.sealer is None or table == META:
+            return found
+        if table == SLOTS:
+            return [(key, value) for name, value in found if (key := self.sealer.key(name)) is not None]
+        return [(record, value) for record, body in found if (value := self.sealer.unwrap(record, body)) is not None]
+
+    def _unlock(self, path: Path, seals: Seals | None) -> list[Change]:
+        """Find out whether it is sealed; what is to be written about that."""
+        meta = dict(self.load(META))
+        layout, kept = meta.get(b"layout"), meta.get(_KEY)
+        if layout not in {None, _LAYOUT, _SEALED}:
+            raise TierError(f"{path} has layout {layout!r}, this version knows {_SEALED!r}: remove the folder, or use another")
+        if layout is not None and (layout == _SEALED) != (seals is not None):
+            raise TierError(
+                f"{path} is {'' if layout == _SEALED else 'not '}sealed: use another folder, or remove this one: it is a cache"
+            )
+        if seals is None:
+            return [Change(META, b"layout", _LAYOUT)] if layout is None else []
+        keep, self.sealer = seals(kept)
+        return [Change(META, b"layout", _SEALED), Change(META, _KEY, keep)] if keep != kept else []
 
     def submit(self, changes: Sequence[Change], then: Callable[[], None] | None = None) -> Future[None]:
         """Queue changes; all of one call land together, and calls land in order. From any thread.
@@ -194,11 +220,20 @@ class Index:
         if any(change.table == SLOTS and change.value is not None for change in changes):
             self._barrier()
         with self._env.begin(write=True) as txn:
-            for table, key, value in changes:
+            for change in changes:
+                table, key, value = change if self.sealer is None else _sealed(self.sealer, change)
                 if value is None:
                     txn.delete(key, db=self._tables[table])
                 else:
                     txn.put(key, value, db=self._tables[table])
+
+
+def _sealed(sealer: Sealer, change: Change) -> Change:
+    if change.table == SLOTS:
+        return Change(SLOTS, sealer.name(change.key), change.value)
+    if change.table == JOURNAL and change.value is not None:
+        return Change(JOURNAL, change.key, sealer.wrap(change.key, change.value))
+    return change
 
 
 def _written_by_this_thread() -> int:

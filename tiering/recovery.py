@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tiering.extents import PAGE
 from tiering.index import META, SLOTS, Change, Index
+from tiering.sealer import SALT
 from tiering.slab import Placed, Slab
 
 _RECORD = struct.Struct("<QQQ16s")  # offset, size, seq, digest
@@ -16,7 +17,7 @@ _RUNNING = b"running"  # the boot id under which the tier is in use; absent afte
 
 def record(placed: Placed) -> Change:
     """The index entry of a slot."""
-    value = _RECORD.pack(placed.offset, placed.size, placed.seq, placed.digest)
+    value = _RECORD.pack(placed.offset, placed.size, placed.seq, placed.digest) + placed.salt
     return Change(SLOTS, placed.key, value)
 
 
@@ -80,10 +81,10 @@ def without_overlap(claims: Iterable[Placed]) -> list[Placed]:
 
 
 def _parse(key: bytes, value: bytes) -> Placed | None:
-    if len(key) != 32 or len(value) != _RECORD.size:
+    if len(key) != 32 or len(value) not in {_RECORD.size, _RECORD.size + SALT}:
         return None
-    offset, size, seq, digest = _RECORD.unpack(value)
-    return Placed(key, offset, size, seq, digest)
+    offset, size, seq, digest = _RECORD.unpack_from(value)
+    return Placed(key, offset, size, seq, digest, value[_RECORD.size :])
 
 
 def _inside(claim: Placed, size: int) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from tiering.extents import PAGE, rounded
+from tiering.sealer import Sealer
 
 _MAGIC = b"kvtslot1"
 _HEADER = struct.Struct("<8s32sQQ16s")  # magic, key, size, seq, xxh3_128 of the value; then xxh3_64 of all that
@@ -30,7 +31,8 @@ class Placed(msgspec.Struct, frozen=True):
         offset: Of its header in the slab.
         size: Bytes of the value.
         seq: Grows with every slot that is written: of two claims to the same place the larger is the later.
-        digest: xxh3_128 of the value.
+        digest: xxh3_128 of the value; where it is sealed, its tag.
+        salt: 32 bytes, where the value is sealed; then the key does not stand in the slab.
     """
 
     key: bytes
@@ -38,6 +40,7 @@ class Placed(msgspec.Struct, frozen=True):
     size: int
     seq: int
     digest: bytes
+    salt: bytes = b""
 
     @property
     def length(self) -> int:
@@ -46,8 +49,14 @@ class Placed(msgspec.Struct, frozen=True):
 
     def header(self) -> bytes:
         """The page in front of the value."""
-        head = _HEADER.pack(_MAGIC, self.key, self.size, self.seq, self.digest)
+        key = self.salt or self.key
+        head = _HEADER.pack(_MAGIC, key, self.size, self.seq, self.digest)
         return (head + xxhash.xxh3_64_digest(head)).ljust(PAGE, b"\0")
+
+    @property
+    def bound(self) -> bytes:
+        """What a sealed value is bound to: which it is, and how long."""
+        return self.key + self.size.to_bytes(8, "little")
 
 
 def slot_length(size: int) -> int:
@@ -67,9 +76,11 @@ class Slab:
     Attributes:
         direct: Whether O_DIRECT is in use.
         size: Bytes.
+        sealer: Seals what is written; None: nothing does. Set before the first slot is.
     """
 
     def __init__(self, fd: int, size: int, *, direct: bool) -> None:
+        self.sealer: Sealer | None = None
         self.size = size
         self.direct = direct
         self._fd = fd
@@ -115,6 +126,8 @@ class Slab:
             OSError: ENOSPC, EIO, EFBIG.
         """
         value = value.cast("B")
+        if self.sealer is not None:
+            return self._write_sealed(self.sealer, placed, value)
         if value.nbytes <= _PIECE and self.takes(value):
             return self.write_run([(placed, value)])[0]
         digest, bounce, start = xxhash.xxh3_128(), not self.takes(value), 0
@@ -147,7 +160,7 @@ class Slab:
 
     def takes(self, value: memoryview) -> bool:
         """Whether a value can be written from where it is."""
-        return not self.direct or np.frombuffer(value, np.uint8).ctypes.data % PAGE == 0
+        return self.sealer is None and (not self.direct or np.frombuffer(value, np.uint8).ctypes.data % PAGE == 0)
 
     def read(self, placed: Placed, into: memoryview) -> bool:
         """Read a value, with the padding behind it, into a page-aligned buffer of whole pages. Returns whether its digest is right.
@@ -156,6 +169,8 @@ class Slab:
             ShortRead: The file was cut.
             OSError: EIO and its kin.
         """
+        if placed.salt or self.sealer is not None:
+            return self._read_sealed(placed, into)
         digest = xxhash.xxh3_128()
         for start in range(0, placed.size, _PIECE):
             self._read_all(into[start : start + _PIECE], placed.offset + PAGE + start)
@@ -209,6 +224,32 @@ class Slab:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._fd)
+
+    def _write_sealed(self, sealer: Sealer, placed: Placed, value: memoryview) -> Placed:
+        """As `write`: what this thread has sealed of it goes out while other threads seal theirs."""
+        placed = msgspec.structs.replace(placed, salt=sealer.salt())
+        stream, scratch = sealer.sealing(placed.salt, placed.bound), self._scratch()
+        for start in range(0, value.nbytes, _BOUNCE):
+            piece = value[start : start + _BOUNCE]
+            stream.update_into(piece, scratch[: piece.nbytes])
+            whole = rounded(piece.nbytes)
+            scratch[piece.nbytes : whole] = bytes(whole - piece.nbytes)
+            self._write_all([scratch[:whole]], placed.offset + PAGE + start)
+        placed = msgspec.structs.replace(placed, digest=stream.tag())
+        scratch[:PAGE] = placed.header()
+        self._write_all([scratch[:PAGE]], placed.offset)
+        return placed
+
+    def _read_sealed(self, placed: Placed, into: memoryview) -> bool:
+        """As `read`, opened where it lies; bytes of it are of no worth before all of it is."""
+        if self.sealer is None or not placed.salt:
+            return False
+        stream = self.sealer.opening(placed.salt, placed.bound)
+        for start in range(0, placed.size, _PIECE):
+            self._read_all(into[start : start + _PIECE], placed.offset + PAGE + start)
+            piece = into[start : min(start + _PIECE, placed.size)]
+            stream.update_into(piece, piece)
+        return stream.holds(placed.digest)
 
     def _whole_pages(self, value: memoryview, at: int = 0, *, bounce: bool = False) -> list[memoryview]:
         """What a value, the `at`-th of a run, is written from: its whole pages, and a page of this thread's for the rest."""
