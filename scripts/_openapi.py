@@ -9,10 +9,12 @@ import msgspec
 import msgspec.yaml
 from _schemas import components_of
 
+from kvstore.access import Need
 from kvstore.api import CALLS, Call, RestoreStatus, Taken, Tier
 from kvstore.errors import KINDS, Problem
 
 _REF = "#/components/schemas/{name}"
+_SCHEME = "access"
 
 
 def openapi() -> bytes:
@@ -38,7 +40,18 @@ def openapi() -> bytes:
             },
             "servers": [{"url": "http://127.0.0.1:7878"}],
             "paths": paths,
-            "components": {"schemas": dict(sorted(components.items())), "responses": _problems()},
+            "components": {
+                "schemas": dict(sorted(components.items())),
+                "responses": _problems(),
+                "securitySchemes": {
+                    _SCHEME: {
+                        "type": "http",
+                        "scheme": "bearer",
+                        "description": "An access token of `kvtier tokens create`; each operation names the scope that it needs, "
+                        "which `admin` includes. A node without a tokens file asks for none.",
+                    }
+                },
+            },
         }
     )
 
@@ -52,7 +65,7 @@ def _operation(call: Call, components: dict[str, Any], bodies: set[str]) -> dict
             fields[field].setdefault("description", inherited["description"])
     in_path = re.findall(r"\{(\w+)\}", call.path)
     parameters = [_parameter(field, "path", fields[field], required=True) for field in in_path]
-    operation: dict[str, Any] = {"operationId": call.name, "summary": call.about}
+    operation: dict[str, Any] = {"operationId": call.name, "summary": call.about, "security": _security(call.scope)}
     rest = {field: about for field, about in fields.items() if field not in in_path}
     needed = [field for field in schema.get("required", []) if field in rest]
     if call.method in {"POST", "PUT"} and rest:
@@ -72,6 +85,10 @@ def _operation(call: Call, components: dict[str, Any], bodies: set[str]) -> dict
     answer = {"schema": {"$ref": _REF.format(name=call.answer.__name__)}}
     operation["responses"] = _responses(str(call.status), "Done.", "application/json", answer)
     return operation
+
+
+def _security(scope: Need) -> list[dict[str, list[str]]]:
+    return [] if scope == "open" else [{_SCHEME: [scope]}]
 
 
 def _responses(status: str, about: str, content_type: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +117,7 @@ def _streams() -> dict[str, Any]:
             "parameters": block,
             "get": {
                 "operationId": "get_block",
+                "security": _security("read"),
                 "summary": "A raw block object (FORMAT.md, section 4), or a Range of it. 404 is a miss; X-KVTier-Miss says why.",
                 "parameters": wait,
                 "responses": _responses("200", "The object.", "application/octet-stream", octets)
@@ -107,6 +125,7 @@ def _streams() -> dict[str, Any]:
             },
             "put": {
                 "operationId": "put_block",
+                "security": _security("write"),
                 "summary": "Publish a block: its payload is the raw tensors in storage order. Content-Digest (blake3) is checked.",
                 "requestBody": {"required": True, "content": {"application/octet-stream": octets}},
                 "responses": _responses(
@@ -117,6 +136,7 @@ def _streams() -> dict[str, Any]:
         "/v1/restores/{restore_id}/events": {
             "get": {
                 "operationId": "restore_events",
+                "security": _security("read"),
                 "summary": "The progress of a restore as server-sent events; ends with the restore.",
                 "parameters": [_parameter("restore_id", "path", {"type": "string"}, required=True)],
                 "responses": _responses("200", "Events.", "text/event-stream", event),
@@ -125,6 +145,7 @@ def _streams() -> dict[str, Any]:
         "/metrics": {
             "get": {
                 "operationId": "metrics",
+                "security": _security("metrics"),
                 "summary": "Metrics for Prometheus.",
                 "responses": _responses("200", "The page.", "text/plain", {"schema": {"type": "string"}}),
             }

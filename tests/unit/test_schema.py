@@ -16,6 +16,7 @@ from kvstore.errors import KINDS, Conflict
 from kvstore.ids import Namespace
 from kvstore.model import MAX_EPOCH
 from kvstore.server.app import application
+from kvstore.server.auth import need_of
 from kvstore.server.limits import Limits
 from kvstore.server.metrics import Metrics
 from kvstore.server.visitors import Visitors
@@ -88,6 +89,10 @@ async def test_openapi_has_every_route_of_the_server():
         (method, path) for path, item in openapi()["paths"].items() for method in item if method in {"get", "put", "post", "delete"}
     }
     assert documented <= served
+    needs = {(route.method.lower(), route.resource.canonical): need_of(route.handler) for route in app.router.routes()}
+    for method, path in documented:
+        (scheme,) = openapi()["paths"][path][method]["security"] or [{"access": ["open"]}]
+        assert scheme == {"access": [needs[method, path]]}, path
     assert {route for route in served if route[1].startswith("/v1/")} <= documented
 
 
