@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore import api
 from kvstore.cli.commands import app
 from kvstore.ids import Namespace, Shard
 
@@ -159,6 +160,27 @@ def test_namespaces_and_stats(kvtier, chat):
     assert "store requests" in table
     [found] = lines(kvtier("stats", "--format", "json"))
     assert found["tiers"]["dram"]["limit"] == 16 << 20
+
+
+def test_cost_shows_what_was_counted_and_no_sums_without_prices(url, kvtier, monkeypatch):
+    shown = kvtier("cost")
+    assert [row[0] for row in rows(shown)] == ["tenant", "(shared)"]  # a node of this command's own has only looked at its store
+    assert "USD" not in shown.stdout
+    assert "no sums" in shown.stderr
+    [found] = lines(kvtier("cost", "--format", "json"))
+    assert (found["tenant"], found["source"]) == ("", "")
+    assert found["requests"]["put"] >= 1
+    row = api.Cost(tenant="ann", namespace=NAMESPACE.id, model="m", requests_cost=1234.5, avoided_s=-5.0, recompute_s=1.0)
+    with kvstore.open_sync(url) as kv:
+        stats = msgspec.structs.replace(kv.stats(), cost=[row], prices=api.Prices(currency="EUR", source="a list", put_1000=1))
+    monkeypatch.setattr("kvstore.cli.cost.open_sync", lambda _: nullcontext(SimpleNamespace(stats=lambda: stats)))
+    shown = kvtier("cost")
+    assert "requests, EUR" in shown.stdout
+    assert "egress" not in shown.stdout
+    assert rows(shown)[1][:3] == ["ann", NAMESPACE.id[:12], "m"]
+    assert "-5 s" in shown.stdout
+    assert "1,234.50" in shown.stdout
+    assert "estimates by a list" in shown.stderr
 
 
 def test_a_node_that_is_not_there_is_unavailable():
