@@ -200,9 +200,11 @@ class Inventory:
     async def step(self) -> float:
         """Compare the next few buckets, if it is time; how many seconds to wait before the next step."""
         losses = (self._directory.losses, self.missed)
-        if self._directory.lives != self._lives or losses != self._seen:
-            self._whole = losses != self._seen
-            self._lives, self._seen, self._left, self._urgent = self._directory.lives, losses, BUCKETS, True
+        if self._directory.lives != self._lives:  # first it says what it has, which is quick; what else is wrong is found out then
+            self._lives, self._whole, self._left, self._urgent = self._directory.lives, False, BUCKETS, True
+            self._forget()  # a picture for comparing may be hours old: it does not name the buckets that were empty then
+        elif losses != self._seen and (self._whole or not self._urgent):
+            self._seen, self._whole, self._left, self._urgent = losses, True, BUCKETS, True
         if not self._urgent and self._clock.monotonic() < self._next:
             return _STEP_S
         if not self._directory.ready:

@@ -173,12 +173,39 @@ class TestComparing:
             await whole(inventory, 2)
             assert book.listed == {key(n)[:8] for n in range(2000)}
 
+    async def test_a_new_life_tells_everything_before_what_was_lost_is_looked_for(self):
+        """A directory that dies with a batch on its way, and comes back empty, is both."""
+        clock, memory, book = VirtualClock(), Shelf(*map(key, range(500))), Book()
+        async with opened(memory, book=book, clock=clock) as inventory:
+            await whole(inventory)
+            book.lives += 1
+            book.losses += 1
+            book.listed = set()
+            await whole(inventory, 2)
+            assert book.listed == {key(n)[:8] for n in range(500)}
+            assert book.corrected == []
+            await whole(inventory, 3)
+            assert book.corrected == list(range(BUCKETS))
+
+    async def test_a_new_life_tells_what_came_while_everything_was_compared(self):
+        clock, memory, book = VirtualClock(), Shelf(key(1)), Book()
+        async with opened(memory, book=book, clock=clock) as inventory:
+            await whole(inventory)
+            while not book.corrected:  # slowly, because nothing is known to be wrong
+                clock.advance(await inventory.step())
+            memory.put(key(2))
+            inventory.drain()
+            book.lives += 1
+            book.listed = set()
+            await whole(inventory, 2)
+        assert book.listed == {key(1)[:8], key(2)[:8]}
+
     async def test_a_loss_corrects_what_is_wrong_everywhere(self):
         memory, disk, book = Shelf(*map(key, range(500))), Shelf(*map(key, range(400, 2000))), Book()
         book.listed = {key(n)[:8] for n in range(1500, 3000)}
         book.losses += 1
         async with opened(memory, disk, book=book) as inventory:
-            await whole(inventory)
+            await whole(inventory, 2)
         assert book.listed == {key(n)[:8] for n in range(2000)}
         assert book.corrected == list(range(BUCKETS))
 
@@ -200,7 +227,7 @@ class TestComparing:
 
         book.before = before
         async with opened(memory, book=book) as inventory:
-            await whole(inventory)
+            await whole(inventory, 2)
             inventory.drain()
         assert next(moves, None) is None
         assert book.listed == {key(n)[:8] for n in range(500, 1500)}
@@ -243,7 +270,7 @@ class TestComparing:
 
         book.correct = unsure
         async with opened(memory, book=book) as inventory:
-            await whole(inventory)
+            await whole(inventory, 2)
         assert book.corrected == list(range(BUCKETS))
         assert book.listed == {key(n)[:8] for n in range(100)}
 
@@ -267,5 +294,5 @@ async def test_real_tiers_under_eviction(tmp_path):
         assert book.listed == there
         book.listed = {key_of(99)[:8]}
         book.losses += 1
-        await whole(inventory)
+        await whole(inventory, 2)
         assert book.listed == there
