@@ -43,6 +43,8 @@ def test_the_wheel_carries_the_contract_and_no_package_called_schema(built, tmp_
         assert "FORMAT.md" in contract
         assert {name.partition("/")[0] for name in names} == {"kvstore", "tiering", "kvtier-0.1.0.dist-info"}
         assert "kvstore/py.typed" in names
+        page = ROOT / "kvstore" / "server" / "console" / "page"
+        assert {f"kvstore/server/console/page/{path.name}" for path in page.iterdir()} <= set(names)
 
 
 def stand_in(folder):

@@ -139,7 +139,7 @@ async function signIn(event) {
   if (given === null) return;
   token.set(given);
   await ask();
-  shown?.signedIn?.();
+  shown?.again?.();
 }
 refused.addEventListener("refused", signIn);
 at("leave").addEventListener("click", () => {

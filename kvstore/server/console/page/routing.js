@@ -1,7 +1,7 @@
 // Where the gateway sent requests lately, and what it predicted for each engine.
 
 import { Table, h, panel } from "./dom.js";
-import { count, milliseconds, name } from "./format.js";
+import { count, duration, milliseconds, name } from "./format.js";
 
 const SOURCES = ["gpu", "dram", "nvme", "peer", "bucket", "computed"];
 
@@ -14,15 +14,15 @@ function spelled(tokens) {
 const chosen = (decision) => decision.candidates.find((each) => each.candidate === decision.engine);
 
 function measured(decision) {
-  if (decision.first_byte_ms !== null) return milliseconds(decision.first_byte_ms);
-  return decision.under_way ? "waiting" : "not measured";
+  if (decision.first_byte_ms !== null) return `took ${milliseconds(decision.first_byte_ms)}`;
+  return decision.under_way ? "under way" : "not measured";
 }
 
 export class RoutingView {
   constructor() {
     this.engines = new Table("Engines", [
       { name: "Engine", header: true, cell: (each) => name(each.engine) },
-      { name: "State", cell: (each) => (each.up ? (each.draining ? "draining" : "up") : "down") },
+      { name: "State", cell: (each) => h("span", { class: each.up ? null : "bad" }, each.up ? (each.draining ? "draining" : "up") : "down") },
       { name: "Running", num: true, cell: (each) => count(each.running) },
       { name: "Sent", num: true, cell: (each) => count(each.sent) },
       { name: "Failed", num: true, cell: (each) => count(each.failed) },
@@ -33,7 +33,7 @@ export class RoutingView {
     this.element = h("div", {},
       panel("Engines", {}, this.engines.element),
       panel("Last decisions, newest first", {}, this.none, this.decisions,
-        h("p", { class: "note" }, "Predicted time to first token: queue, load and compute, and what the choice costs others. Open one for all engines that were compared.")));
+        h("p", { class: "note" }, "Predicted time to first token: queue, load and compute, and what the choice costs others; took: from asking to the first byte of a stream. Open one for all engines that were compared.")));
     this.known = new Map();
   }
 
@@ -78,7 +78,7 @@ class Decision {
   show(decision) {
     const priced = chosen(decision);
     const words = [
-      `${milliseconds(1000 * decision.age_s)} ago`,
+      decision.age_s < 1 ? "now" : `${duration(decision.age_s)} ago`,
       name(decision.engine),
       priced ? spelled(priced.tokens) : "prompt not known",
       priced ? `predicted ${milliseconds(priced.ms)}` : "by load alone",

@@ -34,7 +34,7 @@ export class SessionsView {
     this.panel = new SessionPanel(this);
     const search = h("form", { class: "search", role: "search", onsubmit: (event) => { event.preventDefault(); this.refresh(); } },
       h("label", { for: "prefix" }, "Ids that begin with"), this.input, h("button", { type: "submit" }, "Search"));
-    this.list = panel("Sessions", { class: "list", actions: h("button", { type: "button", class: "quiet", onclick: () => this.refresh() }, "Refresh") },
+    this.list = panel("Sessions", { class: "list", actions: h("button", { type: "button", class: "quiet", onclick: () => this.again() }, "Refresh") },
       search, this.table.element, h("div", { class: "after" }, this.said, this.more));
     this.element = h("div", { class: "split" }, this.list, this.panel.element);
     this.loaded = this.refresh();
@@ -44,7 +44,8 @@ export class SessionsView {
     this.panel.allow(this.state.samples.latest);
   }
 
-  signedIn() {
+  /** List and session again: somebody asked for it, or gave another token. */
+  again() {
     this.loaded = this.refresh();
     this.panel.refresh();
   }
