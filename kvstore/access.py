@@ -19,13 +19,15 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
-from kvstore.clock import Ids
 from kvstore.errors import Denied, Invalid
 from kvstore.keys import check_id
+
+if TYPE_CHECKING:
+    from kvstore.clock import Ids
 
 Scope = Literal["read", "write", "admin", "metrics"]
 Need = Literal["open", "read", "write", "admin", "metrics"]

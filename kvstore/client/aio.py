@@ -17,7 +17,7 @@ from kvstore import api
 from kvstore.blocks import Blocks, DeviceBlocks
 from kvstore.client.sightings import Sightings
 from kvstore.client.transport import DeviceTransport, Fill, Transport
-from kvstore.errors import Unavailable, Unsupported
+from kvstore.errors import Denied, Unavailable, Unsupported
 from kvstore.ids import Link, Namespace, Shard, is_hex_id
 
 R = TypeVar("R", bound=api.OfSession)
@@ -442,7 +442,12 @@ class Client:
             return namespace
         known = namespace.id
         if known not in self._known:
-            await self.put_namespace(known, fields=namespace)
+            try:
+                await self.put_namespace(known, fields=namespace)
+            except Denied as error:
+                if error.kind != "denied":
+                    raise
+                self._known.add(known)  # a token that may read only: what there is to read was made known by who wrote it
         return known
 
     async def _of(self, kind: type[R], session_id: str, namespace: Namespace | str, lane: str, **fields: Any) -> R:

@@ -9,6 +9,7 @@ from fakes.node import SHARD, fake_service, filler, links_of, namespace, payload
 from typer.testing import CliRunner
 
 import kvstore
+from kvstore import api
 from kvstore.access import Tokens, new_token
 from kvstore.cli.commands import app
 from kvstore.clock import RandomIds
@@ -139,6 +140,11 @@ async def test_a_client_says_what_to_do_about_its_token_and_never_says_it(servic
                 assert "scope" in caught.value.remedy
             with pytest.raises(Denied):
                 await kv.put(NS, SHARD, links_of(NS, 1), filler(links_of(NS, 1)))
+            # Reading takes no more than that: whoever wrote made the namespace known.
+            await service.call("default", "put_namespace", api.PutNamespace(namespace=NS.id, fields=NS))
+            with await kv.get(NS, SHARD, links_of(NS, 1)) as blocks:
+                assert blocks.miss == "absent"
+            assert (await kv.lookup(namespace=NS, prefix_ids=[links_of(NS, 1)[0].prefix_id])).run == 0
         monkeypatch.setenv("KVTIER_TOKEN", text[:-1] + "x")
         with pytest.raises(Denied) as caught:
             await kvstore.connect(url)

@@ -53,6 +53,7 @@ def test_importing_kvstore_is_light(record_property):
     assert ours == {
         f"kvstore.{name}"
         for name in (
+            "access",
             "api",
             "blocks",
             "client",
