@@ -202,6 +202,8 @@ async def _repository(
         counter = CountingStore(store, accounts)
         signs.counters.append(counter)
         keys = Keys(root)
+        if isinstance(store, S3Store):
+            await store.check_encryption(keys.probe(ids.new()))
         found = await probe(counter, keys.probe(ids.new()), clock, ids)
         repo_settings = RepoSettings(
             history=settings.lifecycle.history,

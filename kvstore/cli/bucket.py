@@ -52,6 +52,11 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
     yield _credentials(credentials)
     sound = True
     async with S3Store.open(where) as store:
+        if where.sse:
+            finding = await _server_side(store, Keys(url.path), where)
+            yield finding
+            if finding.status == "fail":
+                return
         async for finding in _store(store, Keys(url.path), where):
             sound = sound and finding.status != "fail"
             yield finding
@@ -122,6 +127,14 @@ async def _root(store: ObjectStore, keys: Keys) -> Finding:
         return Finding(name="root", status="ok", detail=f"{where} is new; the first node initialises it")
     missing = keys.epoch if isinstance(form, Got) else keys.format
     return Finding(name="root", status="fail", detail=f"{missing} is missing", remedy=restore)
+
+
+async def _server_side(store: S3Store, keys: Keys, where: S3Settings) -> Finding:
+    try:
+        await store.check_encryption(keys.probe(RandomIds().new()))
+    except KVTierError as error:
+        return _failed("sse", error)
+    return Finding(name="sse", status="ok", detail=f"the store encrypts what it is given ({where.encryption})")
 
 
 async def _encryption(store: ObjectStore, keys: Keys, settings: Settings) -> Finding:

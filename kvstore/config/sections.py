@@ -27,6 +27,8 @@ class StoreSettings(Section, frozen=True, kw_only=True):
         instance_metadata: Whether credentials may come from the cloud's instance-metadata address.
         timeout: Of one request, besides what its size needs.
         inflight: Most bytes in flight to or from the store.
+        sse: Whether the store is asked to encrypt what it keeps: `s3` with its own keys, `kms` with one of its key service.
+        sse_kms_key: Id or ARN of that key; empty is the bucket's own.
     """
 
     url: str = ""
@@ -35,6 +37,8 @@ class StoreSettings(Section, frozen=True, kw_only=True):
     instance_metadata: bool = False
     timeout: Seconds = Seconds(30)
     inflight: Bytes = Bytes(256 << 20)
+    sse: Literal["", "s3", "kms"] = ""
+    sse_kms_key: str = ""
 
 
 class DramSettings(Section, frozen=True, kw_only=True):

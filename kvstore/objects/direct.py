@@ -85,7 +85,7 @@ class Direct:
 
     async def put(self, key: str, body: memoryview, mode: PutMode, credentials: Credentials) -> Stored | Refused:
         """As the contract's `put`, in one request."""
-        headers = {"content-type": "application/octet-stream"}
+        headers = {"content-type": "application/octet-stream"} | self._settings.encryption_headers()
         if isinstance(mode, Create):
             headers["if-none-match"] = "*"
         elif isinstance(mode, Update):
@@ -95,6 +95,22 @@ class Direct:
         if answer.status == 200 and not refusal.code and "etag" in answer.headers:
             return Stored(answer.headers["etag"])
         return put_outcome(refusal, mode, f"PUT {key}")
+
+    async def encrypts(self, key: str, credentials: Credentials) -> str:
+        """What keeps the store from encrypting a write as `sse` asks; empty where nothing does. Leaves an object at `key`.
+
+        Raises:
+            KVTierError: It takes no write at all, encrypted or not.
+        """
+        headers, body = self._settings.encryption_headers(), key.encode()
+        asked = await self._ask("PUT", key, credentials, headers=headers, body=body)
+        if asked.status == 200:
+            said = asked.headers.get("x-amz-server-side-encryption", "")
+            return "" if said == self._settings.encryption else f"it took a write and says {said or 'nothing'} of its encryption"
+        plain = await self._ask("PUT", key, credentials, body=body)
+        if plain.status != 200:
+            raise Refusal.parse(plain.status, plain.text).error(f"PUT {key}")
+        return Refusal.parse(asked.status, asked.text).error("it refuses such writes").message
 
     async def page(self, prefix: str, start_after: str, token: str, credentials: Credentials) -> Page:
         """A page of a listing: the first one after `start_after`, or the one that `token` continues."""

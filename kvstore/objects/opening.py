@@ -35,4 +35,6 @@ def s3_settings(url: StorageUrl, settings: StoreSettings) -> S3Settings:
         instance_metadata=settings.instance_metadata,
         timeout_s=float(settings.timeout),
         max_inflight_bytes=int(settings.inflight),
+        sse=settings.sse,
+        sse_kms_key=settings.sse_kms_key,
     )

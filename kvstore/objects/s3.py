@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.clock import Clock, SystemClock
-from kvstore.errors import Closed, Invalid, Unavailable
+from kvstore.errors import Closed, Invalid, Unavailable, Unsupported
 from kvstore.objects import fork
 from kvstore.objects.answers import no_answer
 from kvstore.objects.base import (
@@ -64,7 +64,7 @@ class S3Store:
         tls: ssl.SSLContext | None,
         authorities: str,
     ) -> None:
-        self._clock = clock
+        self._clock, self._settings = clock, settings
         self.window = Window(settings.max_inflight_bytes, settings.timeout_s, clock)
         gate = self.window.gate
         self._sockets = Sockets(settings.address(), tls, settings.connections)
@@ -162,6 +162,23 @@ class S3Store:
                 done = await self._sessions.use(attempt)
             self._saw_bucket()
             return done
+
+    async def check_encryption(self, key: str) -> None:
+        """See that the store encrypts as `sse` asks, by writing a throw-away object.
+
+        Raises:
+            Unsupported: It does not.
+            KVTierError: As any request.
+        """
+        if not self._settings.sse:
+            return
+        with self._call(key):
+            wrong = await self._sessions.use(lambda session: self._direct.encrypts(key, session.credentials))
+        await self.delete([key])
+        if wrong:
+            asked = f"store.sse = {self._settings.sse}"
+            remedy = "give the store that key, or a key service; or choose another store.sse, or none and [encryption] key_file"
+            raise Unsupported(f"the store does not encrypt as {asked} asks: {wrong}", remedy=remedy)
 
     async def copy(self, source: str, target: str) -> bool:
         """See :class:`kvstore.objects.base.ObjectStore`."""

@@ -227,6 +227,9 @@ def _client(settings: S3Settings, credentials: Credentials, authorities: str, ti
             "expires_at": None,
         }
 
+    encryption: dict[str, Any] = {"aws_server_side_encryption": settings.encryption} if settings.sse else {}
+    if settings.sse_kms_key:
+        encryption["aws_sse_kms_key_id"] = settings.sse_kms_key
     return Client(
         settings.bucket,
         endpoint=address.url,
@@ -235,6 +238,7 @@ def _client(settings: S3Settings, credentials: Credentials, authorities: str, ti
         virtual_hosted_style_request=settings.addressing == "virtual",
         skip_signature=False,
         credential_provider=provider,
+        **encryption,
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},
         client_options={
             "allow_http": not address.tls,

@@ -13,6 +13,7 @@ from kvstore.errors import Invalid
 
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,40}")
+_KMS_KEY: Final = re.compile(r"[A-Za-z0-9:/_.-]{1,2048}")
 _SLOWEST: Final = 1 << 20  # bytes per second: a link slower than this counts as broken
 
 
@@ -50,6 +51,8 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: Deadline of a request, besides a second for each MiB it carries.
         max_inflight_bytes: Most bytes under way in either direction; more waits.
         connections: Threads, and so connections, that move large objects.
+        sse: What every PUT and COPY asks the store to encrypt with: its own keys (`s3`), or a key of its key service (`kms`).
+        sse_kms_key: Which; empty is the bucket's own.
     """
 
     bucket: str
@@ -62,6 +65,8 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     max_inflight_bytes: int = 256 << 20
     connections: int = 16
+    sse: Literal["", "s3", "kms"] = ""
+    sse_kms_key: str = ""
 
     def __post_init__(self) -> None:
         if not _BUCKET.fullmatch(self.bucket):
@@ -70,6 +75,8 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise Invalid(f"region {self.region!r} is no region name, such as us-east-1")
         if self.timeout_s <= 0 or self.max_inflight_bytes < 1 or self.connections < 1:
             raise Invalid("timeout_s, max_inflight_bytes and connections must be positive")
+        if self.sse_kms_key and (self.sse != "kms" or not _KMS_KEY.fullmatch(self.sse_kms_key)):
+            raise Invalid("sse_kms_key is the id or ARN of a key, and goes with sse = kms")
         service = self.service()
         if not service.tls and not self.allow_http and not _loopback(service.host):
             raise Invalid(
@@ -100,6 +107,16 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.addressing == "virtual":
             return Endpoint(service.tls, f"{self.bucket}.{service.host}", service.port, "")
         return Endpoint(service.tls, service.host, service.port, f"/{self.bucket}")
+
+    @property
+    def encryption(self) -> str:
+        """As S3 spells it; empty for none."""
+        return {"": "", "s3": "AES256", "kms": "aws:kms"}[self.sse]
+
+    def encryption_headers(self) -> dict[str, str]:
+        """Of each request that writes an object."""
+        headers = {"x-amz-server-side-encryption": self.encryption} if self.sse else {}
+        return headers | ({"x-amz-server-side-encryption-aws-kms-key-id": self.sse_kms_key} if self.sse_kms_key else {})
 
     def deadline_s(self, nbytes: int) -> float:
         """How long a request that carries so many bytes may take, in seconds."""
