@@ -46,6 +46,10 @@ def gateway(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", metavar="FOLDER", help="The model's tokenizer; by default engines are asked.")
     ] = "",
+    directory: Annotated[
+        str, typer.Option("--directory", metavar="URL", help="Of the nodes' mesh, valkey://host:6379: what others have counts.")
+    ] = "",
+    mesh: Annotated[str, typer.Option("--mesh", help="Name of the mesh there.")] = "",
     log_level: LogOption = "info",
     log_format: LogFormatOption = LogFormat.text,
     form: FormatOption = Format.table,
@@ -55,7 +59,8 @@ def gateway(
     if config is not None and not config.is_file():
         raise NotFound(f"--config {config} does not exist", remedy="name a file that is there, or leave --config out")
     text = config.read_text() if config else ""
-    settings = load(text, str(config or "flags"), engines=engine or [], listen=listen, model=model, tokenizer=tokenizer)
+    flags = {"listen": listen, "model": model, "tokenizer": tokenizer, "directory": directory, "mesh": mesh}
+    settings = load(text, str(config or "flags"), engines=engine or [], **flags)
     loop.run(_run(settings, form))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import aiohttp
 import msgspec
@@ -17,7 +18,8 @@ from prometheus_client.registry import Collector
 
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import parse_address
-from kvstore.errors import AlreadyExists, Invalid, Unavailable
+from kvstore.directory_url import DirectoryUrl
+from kvstore.errors import AlreadyExists, Invalid, Unavailable, Unsupported
 from kvstore.gateway.asked import CHAT, COMPLETIONS, passed_on
 from kvstore.gateway.choosing import Routing, checked_blocks, rounded
 from kvstore.gateway.engines import LOOK, Engine, Engines
@@ -34,6 +36,9 @@ from kvstore.server.logs import logged, name_request
 from kvstore.server.problems import problems
 from kvstore.server.tls import renew, server_context
 from kvstore.service.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from kvstore.mesh.valkey import ValkeyDirectory
 
 _MODELS_S: Final = 10.0
 _MODELS: Final = 1 << 20
@@ -91,7 +96,10 @@ class Gateway:
             )
             engines = Engines(settings.engines, session)
             words = OwnTokenizer(settings.tokenizer) if settings.tokenizer else EngineTokenizer(session)
-            routing = Routing(engines, words, model=settings.model, jitter=ids.jitter, monotonic=clock.monotonic)
+            directory = await lifetime.enter_async_context(_directory(settings, clock, ids)) if settings.directory else None
+            routing = Routing(
+                engines, words, model=settings.model, jitter=ids.jitter, monotonic=clock.monotonic, directory=directory
+            )
             lifetime.push_async_callback(routing.whereabouts.aclose)
             await engines.look()
             background = Supervisor(clock, ids)
@@ -99,6 +107,8 @@ class Gateway:
             background.run("engines", engines.watch)
             background.run("nodes", routing.whereabouts.keep)
             background.run("events", routing.follow)
+            if directory is not None:
+                background.run("directory", directory.keep)
             proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
             face = _Face(engines, routing, proxy, session)
             app = face.application(door(settings.auth, clock), ids)
@@ -117,6 +127,15 @@ class Gateway:
                 raise AlreadyExists(f"{settings.listen}: {error.strerror}", remedy="set another --listen") from None
             scheme = "http" if context is None else "https"
             yield cls(f"{scheme}://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}", routing)
+
+
+def _directory(settings: GatewaySettings, clock: Clock, ids: Ids) -> AbstractAsyncContextManager[ValkeyDirectory]:
+    try:
+        from kvstore.mesh.valkey import ValkeyDirectory, ValkeySettings  # noqa: PLC0415  its client is an extra
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"a directory needs the package {error.name}", remedy="pip install 'kvtier[mesh]'") from None
+    url, bounds = DirectoryUrl.parse(settings.directory), ValkeySettings(mesh=settings.mesh)
+    return ValkeyDirectory.observe(url, bounds, clock=clock, ids=ids, environ=os.environ)
 
 
 class _Face:

@@ -18,7 +18,7 @@ from kvstore.errors import Invalid, Overloaded, Unavailable
 from kvstore.gateway.asked import LONGEST, Asked
 from kvstore.gateway.decisions import Decisions
 from kvstore.gateway.engines import Engine, Engines
-from kvstore.gateway.whereabouts import Whereabouts
+from kvstore.gateway.whereabouts import Said, Whereabouts
 from kvstore.gateway.words import Words
 from kvstore.ids import Namespace, PrefixId, Shard, chain, extra_key
 from kvstore.mesh.listening import Listener
@@ -143,6 +143,7 @@ class Routing:
         model: Its name, as engines' connectors know it, or its folder; "" where nodes are not asked.
         jitter: As :class:`kvstore.mesh.router.Router` takes it.
         monotonic: The clock.
+        directory: Of the nodes' mesh, if there is one.
 
     Attributes:
         router: What ranks.
@@ -159,6 +160,7 @@ class Routing:
         model: str,
         jitter: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
+        directory: Said | None = None,
     ) -> None:
         self._engines, self._words = engines, words
         self._model = model_name(model) if model else ""
@@ -166,7 +168,7 @@ class Routing:
         self.fresh = Fresh(monotonic)
         self.decisions = Decisions(monotonic)
         beside = {each.settings.node: Shard(ranks=each.settings.ranks) for each in engines.all.values() if each.settings.node}
-        self.whereabouts = Whereabouts(self.router, beside, monotonic)
+        self.whereabouts = Whereabouts(self.router, beside, monotonic, directory)
         self._namespace = Namespace(
             model=model or "any", revision="any", layers=1, page_bytes=1, layout="unknown", block_tokens=BLOCK_TOKENS
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvstore.config import AuthSettings, TlsSettings, check_tls, parse_address
+from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Bounds
@@ -26,6 +27,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tls: `[tls]`: its certificates, as of a node.
         model: Of the engines, as their KV's namespace has it; "" where no node is asked.
         tokenizer: Folder or id of the model's tokenizer; "" asks the engines.
+        directory: Of the mesh that the nodes beside the engines are part of (`valkey://...`); "" where only these are asked.
+        mesh: Its name there.
         header: A further header that may hold a session's id.
         requests: At a time; more are refused.
         bounds: `[bounds]`: of each.
@@ -37,6 +40,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls: TlsSettings = TlsSettings()
     model: str = ""
     tokenizer: str = ""
+    directory: str = ""
+    mesh: str = "default"
     header: str = ""
     requests: Annotated[int, msgspec.Meta(ge=1)] = 1024
     bounds: Bounds = Bounds()
@@ -68,6 +73,8 @@ def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), 
     except msgspec.ValidationError as error:
         raise Invalid(f"{name}: {error}") from None
     host, port = parse_address(settings.listen, "listen")
+    if settings.directory:
+        DirectoryUrl.parse(settings.directory)
     check_tls(settings.tls)
     check_exposed(host, port, settings.auth, settings.tls, field="listen")
     return settings

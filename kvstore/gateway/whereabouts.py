@@ -1,4 +1,7 @@
-"""What the nodes beside the engines have of a prompt: they are asked, all at once, for as long as it is worth it."""
+"""What nodes have of a prompt: those beside the engines are asked, all at once, for as long as it is worth it.
+
+Of others, and of those that do not answer, a directory tells.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, Protocol
 
 from kvstore.client import Client
 from kvstore.client.opening import connect
 from kvstore.errors import KVTierError
 from kvstore.gateway.failing import told
-from kvstore.ids import Namespace, PrefixId, Shard
+from kvstore.ids import Namespace, PrefixId, Shard, tier_key, tier_key_head
+from kvstore.mesh.members import Member
 from kvstore.mesh.router import Router
 
 log = logging.getLogger(__name__)
@@ -21,6 +25,14 @@ WAIT_MS: Final = 50
 _PAUSE_S: Final = 1.0  # after a look that failed: requests are not to wait for a node that says nothing
 _NAMED_S: Final = 15.0  # a model that no node names for so long is said to be: its name may be wrong
 _AGAIN_S: Final = 5.0  # until a node that could not be reached is tried again
+
+
+class Said(Protocol):
+    """A directory. :class:`kvstore.mesh.valkey.ValkeyDirectory` is one."""
+
+    async def said(self, keys: Sequence[bytes]) -> tuple[list[tuple[Member, ...]], bool]:
+        """Who is believed to have each, and whether that is all there is to say."""
+        ...
 
 
 class Whereabouts:
@@ -31,10 +43,15 @@ class Whereabouts:
         nodes: Storage URLs of the nodes, each of which is a node's name, too; and a shard of the engine beside it, which stands for
             all of them.
         monotonic: The clock.
+        directory: Of the nodes' mesh, if there is one. Its word is a hint: what a node says of itself counts.
     """
 
-    def __init__(self, router: Router, nodes: Mapping[str, Shard], monotonic: Callable[[], float]) -> None:
-        self._router, self._monotonic = router, monotonic
+    def __init__(
+        self, router: Router, nodes: Mapping[str, Shard], monotonic: Callable[[], float], directory: Said | None = None
+    ) -> None:
+        self._router, self._monotonic, self._directory = router, monotonic, directory
+        self._ids: dict[str, str] = {}  # of nodes that were reached, as a directory names them
+        self._shards = sorted(set(nodes.values()), key=str)
         self._pauses: dict[str, float] = {}  # nodes whose last look failed, and until when they are left alone
         self._nodes = {url: [str(shard)] for url, shard in nodes.items()}
         self._clients: dict[str, Client] = {}
@@ -55,7 +72,9 @@ class Whereabouts:
     async def _reach(self, url: str) -> None:
         client = await connect(url)
         try:
-            self._router.node_shares(url, shares=(await client.stats()).mesh is not None)
+            stats = await client.stats()
+            self._router.node_shares(url, shares=stats.mesh is not None)
+            self._ids[url] = stats.node
         except BaseException:
             await client.aclose()
             raise
@@ -112,11 +131,51 @@ class Whereabouts:
         """
         if prefixes:
             asked = [url for url in self._clients if self._pauses.get(url, 0.0) <= self._monotonic()]
-            await asyncio.gather(*(self._ask(url, namespace, prefixes, keys, fresh(url)) for url in asked))
+            asking = asyncio.gather(*(self._ask(url, namespace, prefixes, keys, fresh(url)) for url in asked))
+            if self._directory is None:
+                await asking
+                return
+            answers, (holders, complete) = await asyncio.gather(asking, self._hints(self._directory, namespace, prefixes))
+            spoke = {url for url, answered in zip(asked, answers, strict=True) if answered}
+            self._hinted(keys, holders, spoke, fresh, complete=complete)
+
+    async def _hints(
+        self, directory: Said, namespace: Namespace, prefixes: Sequence[PrefixId]
+    ) -> tuple[list[frozenset[str]], bool]:
+        """Of each block the ids of the nodes that are said to have all its shards."""
+        heads = [tier_key_head(namespace.id, shard) for shard in self._shards]
+        found, complete = await directory.said([tier_key(head, prefix) for head in heads for prefix in prefixes])
+        named = [frozenset(member.node for member in holders) for holders in found]
+        return [frozenset.intersection(*named[at :: len(prefixes)]) for at in range(len(prefixes))], complete
+
+    def _hinted(
+        self,
+        keys: Sequence[bytes],
+        holders: Sequence[frozenset[str]],
+        answered: Collection[str],
+        fresh: Callable[[str], Collection[bytes]],
+        *,
+        complete: bool,
+    ) -> None:
+        """Believe a directory of whoever has not spoken for itself."""
+        router = self._router
+        for url in self._nodes.keys() - answered:
+            has = [key for key, nodes in zip(keys, holders, strict=True) if self._ids.get(url) in nodes]
+            router.node_has(url, has, disk=True)  # which medium it is nobody says: the slower one
+            if complete:
+                gone = set(keys).difference(has, fresh(url))
+                router.node_lost(url, [*gone])
+                router.node_lost(url, [*gone], disk=True)
+        beside = set(self._ids.values())
+        elsewhere = [key for key, nodes in zip(keys, holders, strict=True) if nodes - beside]
+        router.peers_have(elsewhere)
+        if complete:
+            router.peers_lost([*set(keys).difference(elsewhere)])
 
     async def _ask(
         self, url: str, namespace: Namespace, prefixes: Sequence[PrefixId], keys: Sequence[bytes], fresh: Collection[bytes]
-    ) -> None:
+    ) -> bool:
+        """Whether it answered."""
         client = self._clients[url]
         try:
             async with asyncio.timeout(2 * WAIT_MS / 1e3):
@@ -126,7 +185,7 @@ class Whereabouts:
             if url in self._pauses:  # twice in a row: until it is back, nothing can be loaded from there
                 self._router.node_cleared(url)
             self._pauses[url] = self._monotonic() + _PAUSE_S
-            return
+            return False
         self._pauses.pop(url, None)
         at = 0
         for tier, blocks in groupby(found.tiers):
@@ -141,3 +200,4 @@ class Whereabouts:
         gone = [key for key in keys[at:] if key not in fresh]
         self._router.node_lost(url, gone)
         self._router.node_lost(url, gone, disk=True)
+        return True

@@ -98,6 +98,25 @@ if line and string.match(line, '^(%d+) ') == ARGV[2] then
 end
 """)
 
+# The members for somebody who is none: the highest incarnation so far, the version, and the members unless that is known.
+OBSERVE: Final = Script("""
+local state = redis.call('HMGET', KEYS[2], 'newest', 'version')
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local lines, members, ended = redis.call('HGETALL', KEYS[1]), {}, false
+for i = 1, #lines, 2 do
+  local ends = string.match(lines[i + 1], '^%d+ (%d+) ')
+  if tonumber(ends or '0') > now then
+    members[#members + 1] = lines[i]
+    members[#members + 1] = lines[i + 1]
+  else
+    ended = true
+  end
+end
+if state[2] == ARGV[1] and not ended then members = false end
+return {tonumber(state[1] or '0'), state[2] or '', members}
+""")
+
 _PLACES = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then redis.call('DEL', KEYS[1]) end -- what stands under our name and is not ours
 local function find(value, life)
@@ -182,7 +201,7 @@ return {added, taken, dead}
 """
 )
 
-SCRIPTS: Final = (RENEW, LEAVE, CHANGE, CORRECT)
+SCRIPTS: Final = (RENEW, OBSERVE, LEAVE, CHANGE, CORRECT)
 
 
 def bucket_of(key: bytes) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvstore.clock import Clock
-from kvstore.mesh.entries import RENEW, WIDTH, Command, Names, pack
+from kvstore.mesh.entries import OBSERVE, RENEW, WIDTH, Command, Names, pack
 from kvstore.mesh.members import Member
 
 
@@ -88,6 +88,29 @@ class Lease:
         """Whether that life has certainly ended."""
         mine = self.me is not None and life == self.me.incarnation
         return life <= self.view.newest and life not in self.view.lives and not mine
+
+
+class Onlooker(Lease):
+    """Sees the members, and is none."""
+
+    def __init__(self, names: Names, clock: Clock) -> None:
+        super().__init__(names, "", "", 0, 0.0, clock)
+
+    def request(self) -> Command:
+        """What to ask the server next."""
+        return OBSERVE.call(self._names.membership, self._version)
+
+    def renewed(self, answer: Sequence[Any]) -> None:
+        """The server's answer to that. Raises `ValueError` where it is none."""
+        newest, version, lines = answer
+        if lines is not None:
+            every = tuple(sorted(_members(lines)))
+            self.view = View(every, {member.incarnation: member for member in every}, newest)
+        self._version = version
+
+    def over(self, life: int) -> bool:  # noqa: ARG002  as of a lease
+        """Not for it to say."""
+        return False
 
 
 def _members(lines: Sequence[bytes]) -> list[Member]:

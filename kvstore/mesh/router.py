@@ -111,7 +111,7 @@ class Router:
     def __init__(self, monotonic: Callable[[], float], jitter: Callable[[], float], *, most_blocks: int = MOST_BLOCKS) -> None:
         self._monotonic, self._jitter = monotonic, jitter
         self._belief = Belief(most_blocks)
-        self._bucket = self._belief.place()
+        self._bucket, self._elsewhere = self._belief.place(), self._belief.place()
         self._engines: dict[str, _Engine] = {}
         self._nodes: dict[str, tuple[int, int]] = {}  # memory and disk
         self._numbers = itertools.count()
@@ -167,7 +167,8 @@ class Router:
             table.busy[row] = engine.spent * math.exp((engine.spent_at - now) / LATELY_S) / LATELY_S
         runs = self._belief.runs(prompt.keys)
         bounds = [min(block * prompt.block_tokens, prompt.tokens) for block in runs.bounds]
-        prices = price(table, bounds, prompt.tokens, prompt.token_bytes, self._columns.here(runs.places, self._bucket))
+        here = self._columns.here(runs.places, self._bucket, self._elsewhere)
+        prices = price(table, bounds, prompt.tokens, prompt.token_bytes, here)
         told_apart = prices.price * [1 + TIE * self._jitter() for _ in table.names]
         return [prices.of(row) for row in np.argsort(told_apart, kind="stable")[:most].tolist()]
 
@@ -256,6 +257,14 @@ class Router:
                 engine.places = (engine.places[0], self._anew(engine.places[1]), *memory)
         self._table = None
 
+    def peers_have(self, keys: Sequence[bytes]) -> None:
+        """Nodes without a candidate here have these: whoever loads from peers gets them there."""
+        self._belief.add(self._elsewhere, keys)
+
+    def peers_lost(self, keys: Sequence[bytes]) -> None:
+        """And these none of them has."""
+        self._belief.drop([self._elsewhere], keys)
+
     def bucket_has(self, keys: Sequence[bytes]) -> None:
         """These are in the bucket, for everyone."""
         self._belief.add(self._bucket, keys)
@@ -291,13 +300,13 @@ class _Columns:
         mine = {(engine.places[2], engine.places[3]) for engine in engines if engine.candidate.shares}
         self._peers_dram, self._peers_nvme = (np.array([one[at] for one in sorted(mine)], np.int64) for at in range(2))
 
-    def here(self, places: Flags, bucket: int) -> Flags:
+    def here(self, places: Flags, bucket: int, elsewhere: int) -> Flags:
         """Whether a candidate can get a run from a source, (sources, candidates, runs)."""
         at = np.ascontiguousarray(places.T)
         found = np.zeros((len(SOURCES), len(self._gpu), len(places)), np.bool_)
         dram = at[self._dram]
         found[0], found[1], found[2] = at[self._gpu], dram | at[self._routed], at[self._nvme]
-        peers = (at[self._peers_dram] | at[self._peers_nvme]).sum(axis=0)
+        peers = (at[self._peers_dram] | at[self._peers_nvme]).sum(axis=0) + at[elsewhere]
         found[3] = (peers > (dram | found[2])) & self._shares[:, None]
         found[_BUCKET] = at[bucket]
         return found

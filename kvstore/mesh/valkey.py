@@ -14,7 +14,7 @@ import msgspec
 from kvstore.clock import Clock, Ids
 from kvstore.directory_url import DirectoryUrl
 from kvstore.mesh.entries import LEAVE, SHORT, Command, Names, bucket_of, unpack
-from kvstore.mesh.lease import Lease
+from kvstore.mesh.lease import Lease, Onlooker
 from kvstore.mesh.members import Member
 from kvstore.mesh.patience import Patience, within
 from kvstore.mesh.server import Server
@@ -131,7 +131,26 @@ class ValkeyDirectory:
         settings = settings or ValkeySettings()
         names = Names(settings.mesh)
         server = Server(url, environ)
-        directory = cls(server, names, Lease(names, node, host, port, settings.lease_s, clock), settings, clock, ids)
+        lease = Lease(names, node, host, port, settings.lease_s, clock)
+        async with cls._opened(server, names, lease, settings, clock, ids) as opened:
+            yield opened
+
+    @classmethod
+    @asynccontextmanager
+    async def observe(
+        cls, url: DirectoryUrl, settings: ValkeySettings, *, clock: Clock, ids: Ids, environ: Mapping[str, str]
+    ) -> AsyncIterator[Self]:
+        """One of which this process is no member: it says nothing. Whoever opens it keeps `keep` running, and no more."""
+        names = Names(settings.mesh)
+        async with cls._opened(Server(url, environ), names, Onlooker(names, clock), settings, clock, ids) as opened:
+            yield opened
+
+    @classmethod
+    @asynccontextmanager
+    async def _opened(
+        cls, server: Server, names: Names, lease: Lease, settings: ValkeySettings, clock: Clock, ids: Ids
+    ) -> AsyncIterator[Self]:
+        directory = cls(server, names, lease, settings, clock, ids)
         try:
             yield directory
         finally:
@@ -175,10 +194,14 @@ class ValkeyDirectory:
 
     async def locate(self, keys: Sequence[bytes]) -> list[tuple[Member, ...]]:
         """Others that are believed to hold each key; at most 12 of them. What the server has not said in time is ()."""
+        return (await self.said(keys))[0]
+
+    async def said(self, keys: Sequence[bytes]) -> tuple[list[tuple[Member, ...]], bool]:
+        """As `locate`; and whether that is all that the server has."""
         found: list[tuple[Member, ...]] = [()] * len(keys)
         if not keys or not self._quick or not self._reading.ask():
             self.stats.spared += bool(keys)
-            return found
+            return found, not keys
         self.stats.looks += 1
         try:
             await within(self._settings.answer_s, self._look(keys, found))
@@ -186,9 +209,9 @@ class ValkeyDirectory:
             self.stats.silences += 1
             self._failed(error)
             self._reading.silent()
-        else:
-            self._reading.answered()
-        return found.copy()  # what comes later, all the same, changes nothing that was answered
+            return found.copy(), False  # what comes later, all the same, changes nothing that was answered
+        self._reading.answered()
+        return found, True
 
     async def _look(self, keys: Sequence[bytes], found: list[tuple[Member, ...]]) -> None:
         async with self._readers:

@@ -12,7 +12,8 @@ from kvstore.gateway import whereabouts
 from kvstore.gateway.choosing import ASSUMED, Routing
 from kvstore.gateway.engines import Engines, EngineSettings
 from kvstore.gateway.whereabouts import Whereabouts
-from kvstore.ids import Namespace, Shard, chain
+from kvstore.ids import Namespace, Shard, chain, tier_key, tier_key_head
+from kvstore.mesh.members import Member
 from kvstore.mesh.router import Candidate, Prompt, Router
 
 FIELDS = {"revision": "r", "layers": 1, "page_bytes": 1 << 20, "layout": "opaque"}
@@ -25,12 +26,12 @@ KEYS = [bytes.fromhex(block) for block in BLOCKS]
 class FakeNode:
     """Answers look-ups with `tiers`, or raises `fault`."""
 
-    def __init__(self, *stored):
-        self.stored, self.tiers, self.fault, self.asked = stored, [], None, 0
+    def __init__(self, node, *stored):
+        self.node, self.stored, self.tiers, self.fault, self.asked = node, stored, [], None, 0
         self.mesh = api.MeshStats()
 
     async def stats(self):
-        return SimpleNamespace(mesh=self.mesh)
+        return SimpleNamespace(mesh=self.mesh, node=self.node)
 
     async def list_namespaces(self):
         found = [api.NamespaceInfo(namespace=each.id, fields=each, blocks=blocks) for each, blocks in self.stored]
@@ -46,10 +47,22 @@ class FakeNode:
         pass
 
 
+class FakeDirectory:
+    """Says that nodes have leading blocks: `has`, by id. Until it is `complete` it may have more to say."""
+
+    def __init__(self):
+        self.has, self.complete = {}, False
+
+    async def said(self, keys):
+        head = tier_key_head(OURS.id, Shard())
+        assert keys == [tier_key(head, block) for block in BLOCKS]
+        return [[Member(id_, 1, "h", 1) for id_, most in self.has.items() if at < most] for at in range(len(keys))], self.complete
+
+
 @pytest.fixture
 async def place(monkeypatch, request):
     """A router, two nodes and what tells the one of the others."""
-    nodes, now = {"one": FakeNode(), "two": FakeNode()}, [0.0]
+    nodes, now, directory = {"one": FakeNode("n1"), "two": FakeNode("n2")}, [0.0], FakeDirectory()
     nodes["two"].mesh = getattr(request, "param", nodes["two"].mesh)
 
     async def connect(url):
@@ -59,7 +72,7 @@ async def place(monkeypatch, request):
     router = Router(lambda: now[0], lambda: 0.0)
     for name, node in (("a", "one"), ("b", "two")):
         router.join(Candidate(name, node), msgspec.structs.replace(ASSUMED, token_s=1.0))  # computing is never sooner
-    found = Whereabouts(router, {url: Shard() for url in nodes}, lambda: now[0])
+    found = Whereabouts(router, {url: Shard() for url in nodes}, lambda: now[0], directory)
     keeping = asyncio.create_task(found.keep())
     await asyncio.sleep(0.01)
 
@@ -68,7 +81,7 @@ async def place(monkeypatch, request):
         await found.look(OURS, BLOCKS, KEYS, lambda _: fresh)
         return {each.candidate: each.tokens for each in router.rank(Prompt(KEYS, len(TOKENS), OURS.block_tokens, 1 << 13))}
 
-    yield SimpleNamespace(nodes=nodes, now=now, found=found, tokens=tokens)
+    yield SimpleNamespace(nodes=nodes, now=now, found=found, tokens=tokens, directory=directory)
     keeping.cancel()
     await found.aclose()
 
@@ -88,6 +101,34 @@ async def test_each_node_says_what_it_has(place):
     assert (found["b"].dram, found["b"].peer, found["b"].bucket) == (0, 768, 255)
     place.nodes["one"].tiers = []
     assert (await place.tokens())["b"].peer == 0
+
+
+async def test_a_directory_tells_of_nodes_without_engines(place):
+    place.directory.has, place.directory.complete = {"n1": 2, "far": 6}, True
+    place.nodes["one"].tiers = ["dram"] * 2
+    found = await place.tokens()
+    assert (found["a"].dram, found["a"].peer, found["b"].dram, found["b"].peer) == (256, 512, 0, 768)
+    place.directory.has = {}
+    assert (await place.tokens())["b"].peer == 256
+
+
+async def test_b34_a_node_that_cleared_its_cache_has_nothing_at_the_next_request_whatever_a_directory_says(place):
+    place.directory.has, place.directory.complete = {"n1": 8}, True
+    place.nodes["one"].tiers = ["dram"] * 8
+    assert (await place.tokens())["b"].peer == 1023
+    place.nodes["one"].tiers = []
+    found = await place.tokens()
+    assert (found["a"].dram, found["a"].nvme, found["a"].peer, found["b"].peer) == (0, 0, 0, 0)
+
+
+async def test_a_directory_speaks_for_a_node_that_does_not_and_its_own_silence_takes_nothing_back(place):
+    place.directory.has, place.directory.complete = {"n1": 8}, True
+    place.nodes["one"].fault = Unavailable("gone")
+    assert (await place.tokens())["a"].nvme == 1023
+    place.directory.has, place.directory.complete = {}, False
+    assert (await place.tokens())["a"].nvme == 1023
+    place.directory.complete = True
+    assert (await place.tokens())["a"].nvme == 0
 
 
 async def test_a_node_that_is_silent_is_left_alone_and_then_has_nothing(place):

@@ -4,12 +4,15 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from fakes.mesh import KEYS, memory, opened, put, raw, until, until_holders
+from fakes.mesh import CLOCK, KEYS, memory, opened, put, raw, until, until_holders
 
+from kvstore.clock import RandomIds
 from kvstore.config import load
+from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
 from kvstore.mesh.entries import Names, unpack
 from kvstore.mesh.testing import ValkeyServer, find_valkey
+from kvstore.mesh.valkey import ValkeyDirectory, ValkeySettings
 from kvstore.node import Node as Whole
 from tiering.testing import key_of
 
@@ -62,6 +65,29 @@ async def test_what_was_said_last_is_true(server):
         a.directory.dropped(KEYS[:1])
         await until_holders(b, KEYS[:2], [(), ("a",)])
         assert a.directory.stats.written == 2
+
+
+async def test_an_onlooker_sees_members_come_and_go_and_is_none(server):
+    settings = ValkeySettings(renew_s=0.05)
+    observing = ValkeyDirectory.observe(DirectoryUrl.parse(server.url), settings, clock=CLOCK, ids=RandomIds(), environ={})
+    async with opened(server, "a") as a, observing as onlooker:
+        keeping = asyncio.create_task(onlooker.keep())
+        async with opened(server, "b") as b:
+            await until(lambda: onlooker.members() and [each.node for each in onlooker.members()] == ["a", "b"])
+            await until(lambda: (a.names(), b.names()) == (["b"], ["a"]))
+            b.directory.added(KEYS[:3])
+
+            async def told():
+                found, complete = await onlooker.said(KEYS[:4])
+                return complete and [[each.node for each in holders] for holders in found] == [["b"]] * 3 + [[]]
+
+            await until(told)
+        await until(lambda: [each.node for each in onlooker.members()] == ["a"])
+        assert (await onlooker.said(KEYS[:1])) == ([()], True)
+        server.pause()
+        assert (await onlooker.said(KEYS[:1])) == ([()], False)
+        server.resume()
+        keeping.cancel()
 
 
 async def test_two_meshes_on_one_server_know_nothing_of_each_other(server):
