@@ -11,11 +11,12 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
-from kvstore.cli import bucket, machine, mesh, output
+from kvstore.cli import access, bucket, machine, mesh, output
 from kvstore.cli.config import ConfigOption, SetOption, StoreOption, read
 from kvstore.cli.embedded import DataOption, beside, folder_of_up, in_folder, used_by_up
 from kvstore.cli.machine import Finding
 from kvstore.cli.output import Format, FormatOption
+from kvstore.clock import SystemClock
 from kvstore.config import Settings
 from kvstore.errors import EXIT_FAILED
 
@@ -60,6 +61,8 @@ async def _examine(settings: Settings, folder: Path | None, form: Format) -> int
 
 async def _all(settings: Settings) -> AsyncIterator[Finding]:
     for finding in machine.examine(settings):
+        yield finding
+    for finding in access.examine(settings, SystemClock()):
         yield finding
     async for finding in bucket.examine(settings):
         yield finding

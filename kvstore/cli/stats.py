@@ -20,9 +20,12 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
     if form is Format.json:
         output.print_json(found)
         return
+    if not found.whole:
+        output.print_fields(_of_tenant(found))
+        return
     output.print_fields(
         {
-            "node": f"{found.node} (kvtier {found.version}), up {output.span(found.uptime_s)}",
+            "node": _node(found),
             "store": found.store or "none: local tiers and peers only",
             "leases": found.leases,
             "queued": output.size(found.queued_bytes),
@@ -61,6 +64,22 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
         ],
         empty="no local tiers",
     )
+
+
+def _node(found: api.Stats) -> str:
+    return f"{found.node} (kvtier {found.version}), up {output.span(found.uptime_s)}"
+
+
+def _of_tenant(found: api.Stats) -> dict[str, object]:
+    """All that a caller without the scope `admin` is told."""
+    return {
+        "node": _node(found),
+        "told": "what is of your tenant alone; `admin` is told of the whole node",
+        **{f"{name} used": f"{output.size(tier.used)} of {output.size(tier.limit)}" for name, tier in found.tiers.items()},
+        "leases": found.leases,
+        "queued": output.size(found.queued_bytes),
+        "live in the bucket": _live(found.collector),
+    }
 
 
 def _bucket(found: api.Stats) -> dict[str, str]:

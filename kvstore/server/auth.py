@@ -53,6 +53,9 @@ class Keyring:
         path: Of the file.
         clock: Tokens expire by its `now`.
 
+    Attributes:
+        tokens: As last read.
+
     Raises:
         Invalid: There is no such file, anybody may write to it, or it is not a file of tokens.
     """
@@ -60,7 +63,7 @@ class Keyring:
     def __init__(self, path: str, clock: Clock) -> None:
         self._path, self._clock = Path(path).expanduser(), clock
         self._seen = self._signature()
-        self._tokens = self._read()
+        self.tokens = self._read()
         self._looked, self._wrong = clock.monotonic(), ""
 
     def admit(self, header: str) -> Access:
@@ -68,10 +71,10 @@ class Keyring:
         text = bearer(header)
         if not text:
             return NOBODY
-        new = id_of(text) not in self._tokens.known  # one that was just made works at once
+        new = id_of(text) not in self.tokens.known  # one that was just made works at once
         if new or self._clock.monotonic() - self._looked >= _LOOK_S:
             self._look()
-        return self._tokens.of(text, self._clock.now())
+        return self.tokens.of(text, self._clock.now())
 
     def _look(self) -> None:
         self._looked = self._clock.monotonic()
@@ -80,8 +83,8 @@ class Keyring:
             if seen == self._seen:
                 return
             self._seen = seen  # also where it is no good: it is not tried again before it changes
-            self._tokens, self._wrong = self._read(), ""
-            log.info("%s was read again: %d tokens", self._path, len(self._tokens.known))
+            self.tokens, self._wrong = self._read(), ""
+            log.info("%s was read again: %d tokens", self._path, len(self.tokens.known))
         except Invalid as error:
             if error.message != self._wrong:  # said once, not for every request
                 log.warning("%s; the tokens read before stay valid", error.message)

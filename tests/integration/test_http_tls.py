@@ -197,7 +197,9 @@ async def test_the_command_line_makes_shows_and_revokes_tokens(service, tmp_path
         async def stats(token, code):
             return await asyncio.to_thread(kvtier, "stats", "--url", url, code=code, KVTIER_TOKEN=token or None)
 
-        await stats(made["token"], 0)
+        assert "hits" in (await stats(made["token"], 0)).output
+        mine = (await stats(plain, 0)).output
+        assert ("your tenant alone" in mine, "store requests" in mine) == (True, False)
         assert "KVTIER_TOKEN" in (await stats("", 1)).stderr
         wrong = made["token"][:-1] + ("0" if made["token"][-1] != "0" else "1")
         assert wrong not in (await stats(wrong, 1)).output
@@ -208,3 +210,31 @@ async def test_the_command_line_makes_shows_and_revokes_tokens(service, tmp_path
         assert made["token"] not in kvtier("tokens", *arguments, "--file", file, code=status).output
     assert Tokens.parse(file.read_text()).known.keys() == {plain.split("_")[1]}
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+def doctor(tmp_path, text):
+    (tmp_path / "node.toml").write_text(text)
+    lines = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "node.toml"), "--format", "json"]).stdout.splitlines()
+    found = {line["name"]: line for line in map(json.loads, lines)}
+    return found["access"], found.get("tls")
+
+
+def test_doctor_says_who_may_come_and_with_what(tmp_path, authority, pair):
+    access, tls = doctor(tmp_path, "")
+    assert (access["status"], "no tokens" in access["detail"], tls) == ("ok", True, None)
+    access, _ = doctor(tmp_path, '[node]\nlisten = "0.0.0.0:7878"\n')
+    assert (access["status"], "auth.tokens_file" in access["remedy"]) == ("fail", True)
+    file = tmp_path / "tokens.toml"
+    tokens = f'[auth]\ntokens_file = "{file}"\n'
+    assert doctor(tmp_path, tokens)[0]["status"] == "fail"
+    file.write_text("")
+    assert "nobody" in doctor(tmp_path, tokens)[0]["detail"]
+    kvtier("tokens", "create", "--file", file, "--tenant", "acme")
+    assert "acme" in doctor(tmp_path, tokens)[0]["detail"]
+    served = f"{tokens}[tls]\ncert = '{pair[0]}'\nkey = '{pair[1]}'\n[tenants.acme]\n"
+    access, tls = doctor(tmp_path, served)
+    assert (access["status"], access["detail"][:7]) == ("ok", "1 valid")
+    assert tls["status"] == "warn"  # a test's authority signs for a day
+    pair[0].write_text("junk")
+    access, tls = doctor(tmp_path, served)
+    assert (access["status"], tls["status"]) == ("ok", "fail")
