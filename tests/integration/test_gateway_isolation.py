@@ -3,19 +3,24 @@
 import inspect
 import json
 import re
+import ssl
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
 
+import aiohttp
 import msgspec
 import pytest
 
 from kvstore.access import SCOPES, Tokens, new_token
 from kvstore.clock import RandomIds
-from kvstore.config import AuthSettings
+from kvstore.config import AuthSettings, TlsSettings
 from kvstore.connectors.session_names import OTHER_HEADERS, PARENT_HEADERS
-from kvstore.gateway.app import _Face
+from kvstore.errors import Invalid
+from kvstore.gateway.app import Gateway, _Face
+from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Proxy
+from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.tenancy import salted, session_name
 from kvstore.server.auth import need_of
 from tests.integration.gateway_fleet import CHAT, open_fleet
@@ -208,3 +213,22 @@ async def test_which_engines_there_are_is_for_admin(stage):
     for header, told in (("", False), (stage.bearer("acme"), False), (stage.bearer("ops", ["admin"]), True)):
         status, text = await stage.ask("GET", "/readyz", header)
         assert (status, url in text) == (503, told)
+
+
+async def test_a_gateway_is_reached_by_tls_and_from_elsewhere_by_nothing_else(tmp_path):
+    certificates = pytest.importorskip("fakes.certificates", reason="the package cryptography is not installed")
+    authority = certificates.Authority(tmp_path)
+    cert, key = map(str, authority.issue("gateway", "127.0.0.1"))
+    trusted = ssl.create_default_context(cafile=authority.ca)
+    async with tenants(tmp_path, names="a", gateway={"tls": TlsSettings(cert=cert, key=key)}) as stage:
+        assert stage.fleet.gateway.url.startswith("https://")
+        assert (await stage.ask("GET", "/readyz", "", ssl=trusted))[0] == 200
+        with pytest.raises(aiohttp.ClientError):
+            await stage.ask("GET", "/readyz", "")
+        with pytest.raises(aiohttp.ClientError):
+            await stage.fleet.client.get(stage.fleet.gateway.url.replace("https", "http") + "/readyz")
+    table = {"a": EngineSettings(url="http://127.0.0.1:1")}
+    for auth, says in ((AuthSettings(), "loopback"), (AuthSettings(anonymous=True), "TLS")):
+        with pytest.raises(Invalid, match=says):
+            async with Gateway.open(GatewaySettings(engines=table, listen="0.0.0.0:0", auth=auth)):
+                pass
