@@ -1,4 +1,4 @@
-# A node, a gateway, and what `kvtier` can do besides. compose.yaml builds and runs it.
+# A node, a gateway, and what `kvtier` can do besides. compose.yaml builds and runs it; docs/deploy.md tells how.
 FROM python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1 AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
