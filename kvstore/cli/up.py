@@ -63,6 +63,7 @@ def _announce(ready: Ready, folder: Path, form: Format) -> None:
         {
             "  engines on this host": ready.url or "no socket",
             "  HTTP": ready.http or "no HTTP",
+            "  console": _console(ready.http) or "no HTTP",
             "  store": ready.store,
             "  data": folder,
         }
@@ -73,3 +74,9 @@ def _announce(ready: Ready, folder: Path, form: Format) -> None:
     for line in ("kvtier sessions ls", "kvtier doctor", "kvtier stats"):
         typer.echo(f"  {line}{f' --data {folder}' if line.endswith('doctor') and folder != data_folder(None) else ''}")
     typer.echo(f"\nCtrl-C stops it ({os.getpid()}); the data stays.")
+
+
+def _console(http: str) -> str:
+    """Where a browser finds what has this storage URL."""
+    address, _, query = http.removeprefix("kvtier://").partition("?")
+    return f"http{'s' if 'tls=true' in query else ''}://{address}/" if address else ""

@@ -124,3 +124,10 @@ def test_config_that_is_wrong_is_refused_with_the_reason(arguments, code, says):
     assert result.exit_code == code
     assert says in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+def test_up_says_where_a_browser_finds_the_console():
+    console = import_module("kvstore.cli.up")._console
+    assert console("kvtier://127.0.0.1:7878") == "http://127.0.0.1:7878/"
+    assert console("kvtier://node.example:7878?tls=true") == "https://node.example:7878/"
+    assert not console("")
