@@ -332,15 +332,15 @@ def chain(
     outside = [index for index in extra if not 0 <= index < max(1, math.ceil(ids.size / size))]
     if outside:
         raise Invalid(f"extra names block {outside[0]}, and the tokens have {math.ceil(ids.size / size)} blocks")
-    root = bytes.fromhex(namespace.id)
-    parent, links = root, []
-    for index in range(count):
-        piece = ids[index * size : (index + 1) * size]
-        keys = extra.get(index, ())
+    for index, keys in extra.items():
         if any(len(key) > MAX_EXTRA_BYTES for key in keys):
             raise Invalid(f"extra key of block {index} is longer than {MAX_EXTRA_BYTES} bytes: pass its digest")
-        parent = _link(root, parent, piece.tobytes(), keys)
-        links.append(Link(PrefixId(parent.hex()), int(piece.size)))
+    root, packed = bytes.fromhex(namespace.id), ids.tobytes()
+    parent, links = root, []
+    for index in range(count):
+        piece = packed[4 * index * size : 4 * (index + 1) * size]
+        parent = _link(root, parent, piece, extra.get(index, ()))
+        links.append(Link(PrefixId(parent.hex()), len(piece) // 4))
     return links
 
 

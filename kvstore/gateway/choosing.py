@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import codec
 from kvstore.connectors.revisions import model_name
@@ -200,7 +203,7 @@ class Routing:
             Invalid: The tokens are none.
         """
         extra = {0: [extra_key("salt", salt)]} if salt else None
-        blocks = [link.prefix_id for link in chain(self._namespace, tokens, extra=extra)]
+        blocks = [link.prefix_id for link in chain(self._namespace, _packed(tokens), extra=extra)]
         return await self.planned(blocks, len(tokens), ready)
 
     async def planned(self, blocks: Sequence[PrefixId], tokens: int, ready: Sequence[Engine]) -> Plan:
@@ -248,6 +251,14 @@ class Routing:
             self.router.engine_has(engine, [bytes.fromhex(each) for each in more])
         if fewer:
             self.router.engine_lost(engine, [bytes.fromhex(each) for each in fewer])
+
+
+def _packed(tokens: Sequence[int]) -> Sequence[int] | NDArray[np.uint32]:
+    """As an array: a prompt of 128k tokens takes numpy four milliseconds of the loop, and this one."""
+    try:
+        return np.frombuffer(array("I", tokens), np.uint32)
+    except (TypeError, OverflowError):  # whoever cuts it says what is wrong
+        return tokens
 
 
 def rounded(priced: Priced) -> Priced:

@@ -133,6 +133,9 @@ class Prices:
         self._found = np.isfinite(load).sum(axis=1) - 1
         each = np.arange(len(table.names))
         load, compute = load[each, self._split], compute[each, self._split]
+        taken = np.arange(len(self._lengths)) < self._split[:, None]  # runs before the split
+        by_source = [((self._source == at) & taken) @ self._lengths for at in range(len(SOURCES))]
+        self._by_source: list[list[int]] = np.array(by_source).T.astype(np.int64).tolist()
         busy = np.minimum(table.busy, MOST_BUSY)
         self._terms = 1e3 * np.array([table.queue_s, load, compute, (load + compute) * busy / (1 - busy)])
         self.price: Floats = self._terms.sum(axis=0)
@@ -144,11 +147,8 @@ class Prices:
 
     def of(self, row: int) -> Priced:
         """One candidate, with reasons."""
-        runs = self._split[row]
-        split = self._bounds[runs]
-        gpu, dram, nvme, peer, bucket = (
-            np.bincount(self._source[row, :runs], self._lengths[:runs], len(SOURCES)).astype(np.int64).tolist()
-        )
+        split = self._bounds[self._split[row]]
+        gpu, dram, nvme, peer, bucket = self._by_source[row]
         queue, load, compute, imbalance = self._terms[:, row].tolist()
         return Priced(
             candidate=self._table.names[row],
@@ -177,20 +177,21 @@ def price(table: Table, bounds: Sequence[int], tokens: int, token_bytes: int, he
     return Prices(table, np.array(bounds, np.float64), tokens, token_bytes, here)
 
 
-def _loads(table: Table, nbytes: Floats, here: Flags) -> tuple[NDArray[np.int64], Floats]:
+def _loads(table: Table, nbytes: Floats, here: Flags) -> tuple[NDArray[np.int8], Floats]:
     """The soonest source of each run, (candidates, runs); seconds up to each bound, (candidates, runs + 1), inf behind a hole."""
     least: Floats = np.full(here.shape[1:], np.inf)
-    latency, source = np.zeros_like(least), np.zeros(least.shape, np.int64)
+    source, seconds = np.zeros(least.shape, np.int8), np.empty_like(least)
     for at in range(len(SOURCES)):
         if here[at].any():
-            once = table.latency_s[at][:, None]
-            seconds = np.outer(table.byte_s[at], nbytes)
-            seconds += once
-            sooner = here[at] & (seconds < least)
-            np.copyto(least, seconds, where=sooner)
-            np.copyto(latency, once, where=sooner)
-            np.copyto(source, at, where=sooner)
-    least[:, 1:] -= latency[:, 1:] * (source[:, 1:] == source[:, :-1])  # it goes on in the same request
+            np.multiply(table.byte_s[at][:, None], nbytes, out=seconds)
+            seconds += table.latency_s[at][:, None]
+            np.copyto(seconds, np.inf, where=~here[at])
+            np.copyto(source, at, where=seconds < least)
+            np.minimum(least, seconds, out=least)
+    again = source[:, 1:] == source[:, :-1]  # it goes on in the same request
+    latency = table.latency_s.ravel().take(source[:, 1:] * np.int64(len(least)) + np.arange(len(least))[:, None])
+    latency *= again
+    least[:, 1:] -= latency
     up_to: Floats = np.zeros((len(least), here.shape[2] + 1))
     np.cumsum(least, axis=1, out=up_to[:, 1:])
     return source, up_to
