@@ -29,12 +29,12 @@ from blake3 import blake3
 from obstore.store import S3Store as Obstore
 
 from kvstore import codec
-from kvstore.clock import RandomIds, SystemClock
+from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.ids import BlockName, Namespace, Shard, chain
 from kvstore.keys import Keys
 from kvstore.lifecycle.health import StoreSigns
 from kvstore.model import Copy
-from kvstore.objects import S3Store
+from kvstore.objects import ObjectStore, S3Store
 from kvstore.objects.base import OVERWRITE
 from kvstore.objects.breaker import BreakingStore
 from kvstore.objects.counting import CountingStore
@@ -165,8 +165,7 @@ class Rig:
         hedging = await enter(HedgingStore.open(self.store, clock, signs.hedges))
         breaking = await enter(BreakingStore.open(hedging, signs.breaker, clock, "format.json"))
         store = RangedStore(RetryingStore(breaking, clock, ids, rest=signs.breaker.rest))
-        root = Root(store, Keys("kv"), clock, ids)
-        self.repo = Repo(root, movers.run, RepoSettings())
+        self.repo = Repo(await self.root(store, clock, ids, movers), movers.run, RepoSettings())
         bucket = Bucket(lambda: nullcontext(self.repo), signs, {}, clock, ids)
         await bucket.open()
         self.dram = await enter(DramTier.open("dram", 2 * CALL + 64 * MIB, movers))
@@ -176,8 +175,12 @@ class Rig:
         self.keys = [self.repo.uploads.key(name, 1) for name in self.names]
         for name, key in zip(self.names, self.keys, strict=True):
             with self._made(name) as lease:
-                await self.store.put(key, lease.view, OVERWRITE)
+                await self.repo.root.store.put(key, lease.view, OVERWRITE)
             self.dram.discard_many([name.tier_key])
+
+    async def root(self, store: ObjectStore, clock: Clock, ids: Ids, movers: Movers) -> Root:  # noqa: ARG002  of others' use
+        """Where blocks go."""
+        return Root(store, Keys("kv"), clock, ids)
 
     async def close(self) -> None:
         """Empty it."""

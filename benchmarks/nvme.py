@@ -21,6 +21,7 @@ from _cases import MIB, Case
 
 from tiering import DiskTier, DramSlot, DramTier, Lease, Movers, Stack, StackSettings, Want
 from tiering.extents import PAGE
+from tiering.sealer import Seals
 from tiering.testing import key_of
 
 CASES = ("nvme_get", "nvme_put", "nvme_get_raw", "nvme_put_raw")
@@ -52,8 +53,8 @@ def cases(size: int, folder: Path) -> Iterator[dict[str, Case]]:
 class Rig:
     """A hierarchy of DRAM and disk, with values on the disk to read, and others in DRAM to write."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
-        self._loop, self.size = loop, size
+    def __init__(self, loop: asyncio.AbstractEventLoop, size: int, seals: Seals | None = None) -> None:
+        self._loop, self.size, self._seals = loop, size, seals
         self._parts = AsyncExitStack()
         self._stored = [Want(key_of(n), size) for n in range(TOTAL // size)]
         self._new = [Want(key_of(1 << 20 | n), size) for n in range(PUT // size)]
@@ -64,7 +65,8 @@ class Rig:
         self.file = folder / f"tier{self.size}" / "slab"
         movers = await self._parts.enter_async_context(Movers.open())
         dram = await self._parts.enter_async_context(DramTier.open("dram", PUT + 2 * CALL, movers))
-        self.disk = await self._parts.enter_async_context(DiskTier.open(self.file.parent, TOTAL + 2 * PUT, movers))
+        opening = DiskTier.open(self.file.parent, TOTAL + 2 * PUT, movers, seals=self._seals)
+        self.disk = await self._parts.enter_async_context(opening)
         settings = StackSettings(behind_bytes=PUT)
         self.stack = await self._parts.enter_async_context(Stack.open(dram, self.disk, [], settings))
         while not self.disk.prewritten:  # noqa: ASYNC110  a slab is new once; that is not measured

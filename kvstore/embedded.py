@@ -36,6 +36,7 @@ def embedded_settings(url: StorageUrl) -> Settings:
         dram=replace(defaults.dram, size=url.dram or defaults.dram.size),
         nvme=replace(defaults.nvme, path=url.nvme_path, size=url.nvme or defaults.nvme.size),
         node=replace(defaults.node, listen="", socket=""),
+        encryption=replace(defaults.encryption, key_file=url.key_file),
         tenants={url.tenant: Tenant()},
     )
 

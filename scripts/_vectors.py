@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from _vector_blocks import EVERYTHING, HYBRID, MLA, OPAQUE, ROPE, SMOL, TINY, blocks, fields, page
+from _vector_sealing import sealing
 
 from kvstore import codec, keys, model
 from kvstore.errors import Invalid
@@ -23,6 +24,7 @@ def vectors(schema: Path) -> dict[str, bytes]:
         "shards": page("shards as text; tensors [name, dtype, shape] of a block of them; null where refused", _shards()),
         "keys": page("ids -> key segments (null where refused); whole keys", _keys()),
         "blocks": block_page,
+        "sealing": sealing(),
         "values": page("stored JSON values, each with its key: `valid`, or `corrupt`, or of an `unknown` version", _values()),
     }
     return {

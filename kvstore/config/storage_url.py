@@ -15,7 +15,7 @@ from kvstore.keys import Keys, check_id
 SCHEMES: Final = ("kvtier+unix", "kvtier", "s3", "memory")
 URL_KEYS: Final = (
     "endpoint", "region", "addressing", "ca_bundle", "allow_http", "dram", "nvme", "nvme_path", "codec", "tenant", "durability",
-    "device", "device_bytes", "tls", "token_file", "client_cert", "client_key",
+    "device", "device_bytes", "key_file", "tls", "token_file", "client_cert", "client_key",
 )  # fmt: skip
 _OVER_TCP: Final = ("tls", "token_file", "client_cert", "client_key")
 
@@ -30,6 +30,7 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Whose KV; `default` unless the URL says otherwise.
         device: Where an embedded node keeps blocks for the engine, as torch spells it (`cuda:0`; `cpu` runs the same code).
         device_bytes: How many bytes of that device's memory.
+        key_file: Master keys: what an embedded node stores is sealed, in the bucket and on its disk.
         tls: Whether `kvtier` is spoken over TLS; `ca_bundle` names authorities instead of the system's.
         token_file: File that holds an access token for the node, instead of KVTIER_TOKEN or KVTIER_TOKEN_FILE.
         client_cert: Certificate that the client shows, where the node asks for one; PEM.
@@ -53,6 +54,7 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
     durability: Durability | Literal[""] = ""
     device: str = ""
     device_bytes: Bytes = Bytes(1 << 30)
+    key_file: str = ""
     tls: bool = False
     token_file: str = ""
     client_cert: str = ""
@@ -105,6 +107,8 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
             raise Invalid(
                 "storage URL key device is for s3:// and memory://: a node has no access to memory of an engine's process"
             )
+        if self.key_file and self.scheme in {"kvtier+unix", "kvtier"}:
+            raise Invalid("storage URL key key_file is for s3:// and memory://: a node has [encryption] key_file")
         if self.scheme != "kvtier" and (said := [key for key in _OVER_TCP if getattr(self, key)]):
             raise Invalid(
                 f"storage URL key {said[0]} is for kvtier://: a socket knows its users, and a bucket has its own credentials"

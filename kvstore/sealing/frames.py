@@ -1,6 +1,6 @@
 """A sealed object: a header, then frames that each verify alone, so that layers open while those behind them still come.
 
-schema/FORMAT.md, section 9, is the specification. Every object has a key of its own, made of the data key and 256 random bits, so
+schema/FORMAT.md, section 10, is the specification. Every object has a key of its own, made of the data key and 256 random bits, so
 that counting frames is all the nonce there need be: no pair of key and nonce ever comes twice, however many objects a tenant has.
 
 Everything here is synchronous and pure but for the salt. AES releases the GIL.

@@ -16,7 +16,7 @@ SECRET: Final = 32
 
 
 class NameVeil:
-    """Keyed names of one root. See :class:`kvstore.keys.Veil`; schema/FORMAT.md, section 9.2, is the specification.
+    """Keyed names of one root. See :class:`kvstore.keys.Veil`; schema/FORMAT.md, section 10.3, is the specification.
 
     Equal names stay equal: look-ups are by name. A lane, which listings have to give back, is enciphered instead of digested.
 
