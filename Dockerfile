@@ -14,7 +14,8 @@ FROM python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cd
 COPY --from=build /opt/kvtier /opt/kvtier
 ENV PATH=/opt/kvtier/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 # Whoever runs it owns the volumes: like /tmp, both folders take any user (`user:` in compose.yaml, `runAsUser` in Kubernetes).
-RUN useradd --system --uid 7878 --user-group kvtier && install -d -m 1777 /var/lib/kvtier /run/kvtier
+RUN groupadd --gid 7878 kvtier && useradd --uid 7878 --gid 7878 --no-create-home kvtier \
+ && install -d -m 1777 /var/lib/kvtier /run/kvtier
 USER 7878:7878
 VOLUME /var/lib/kvtier
 STOPSIGNAL SIGTERM

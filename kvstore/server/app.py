@@ -194,9 +194,12 @@ def _at_most(limits: Limits) -> Middleware:
 def _metrics(service: Service, metrics: Metrics) -> Handler:
     @needs("metrics")
     async def handle(request: web.Request) -> web.Response:
-        stats = await service.call(access_of(request).tenant, "stats", api.Nothing())
+        tenant = access_of(request).tenant
+        stats = await service.call(tenant, "stats", api.Nothing())
+        health = await service.call(tenant, "ready", api.Nothing())
         assert isinstance(stats, api.Stats)
-        page, content_type = metrics.expose(stats, request.headers.get("Accept", ""))
+        assert isinstance(health, api.Health)
+        page, content_type = metrics.expose(stats, request.headers.get("Accept", ""), health.degraded)
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     return handle

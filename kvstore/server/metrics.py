@@ -62,26 +62,30 @@ class Metrics(Collector):
             times.add_metric([op], _cumulated(_SECONDS, counts), total)
         yield times
 
-    def expose(self, stats: api.Stats, accept: str) -> tuple[bytes, str]:
-        """The page, and its content type, in the format that the scraper accepts."""
+    def expose(self, stats: api.Stats, accept: str, degraded: Iterable[str] = ()) -> tuple[bytes, str]:
+        """The page, and its content type, in the format that the scraper accepts; `degraded` as `/readyz` names its parts."""
         encode, content_type = choose_encoder(accept)
         page = CollectorRegistry()
         page.register(self)
-        page.register(NodeCollector(stats))
+        page.register(NodeCollector(stats, degraded))
         return encode(page), content_type
 
 
 class NodeCollector(Collector):
     """A node's statistics as metrics."""
 
-    def __init__(self, stats: api.Stats) -> None:
-        self._stats = stats
+    def __init__(self, stats: api.Stats, degraded: Iterable[str] = ()) -> None:
+        self._stats, self._degraded = stats, degraded
 
     def collect(self) -> Iterable[Metric]:
         """Every family, with a sample for each label."""
         stats = self._stats
         yield InfoMetricFamily("kvtier_node", "This node.", {"node": stats.node, "version": stats.version})
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Since it was started.", stats.uptime_s)
+        degraded = GaugeMetricFamily("kvtier_degraded", "1 for each guarantee that it cannot give now.", labels=["part"])
+        for part in self._degraded:
+            degraded.add_metric([part], 1)
+        yield degraded
         yield GaugeMetricFamily("kvtier_leases", "Blocks that somebody reads.", stats.leases)
         yield GaugeMetricFamily("kvtier_write_behind_bytes", "Published, and not yet on disk or in the bucket.", stats.queued_bytes)
         yield from _restores(stats)

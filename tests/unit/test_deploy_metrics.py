@@ -14,6 +14,7 @@ from kvstore.gateway.app import Gateway
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.node import Node
+from kvstore.server.app import HttpServer
 from kvstore.server.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -96,3 +97,17 @@ def test_every_alert_says_what_it_means_and_what_to_do():
     for rule in rules:
         assert rule["labels"]["severity"] in {"page", "ticket"}
         assert set(rule["annotations"]) == {"summary", "do"}, rule["alert"]
+
+
+async def test_a_guarantee_that_a_node_cannot_give_is_a_sample(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    nowhere = StoreSettings(url="s3://bucket/kv?endpoint=http://127.0.0.1:1")
+    async with (
+        Node.open(Settings(store=nowhere, dram=DramSettings(size=Bytes(4 << 20)))) as node,
+        HttpServer.open(node.service, "127.0.0.1:0") as server,
+        ClientSession() as client,
+    ):
+        page = await (await client.get(f"{server.url}/metrics")).text()
+    assert 'kvtier_degraded{part="bucket"} 1.0' in page
+    assert "clock" not in page
