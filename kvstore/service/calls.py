@@ -359,7 +359,7 @@ class Service:
             collector=self._collections.stats(tenant),
             mesh=self._mesh.stats() if self._mesh is not None else None,
             events=dict(self._events.counts) if self._events is not None else {},
-            cost=self._costs.of("", self._collections.usage),
+            cost=self._costs.now(self._collections.usage),
             prices=self._costs.prices,
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from kvstore import api
-from kvstore.accounts import Account, Accounts
+from kvstore.accounts import MOST, OTHER, Account, Accounts
 from kvstore.config import PricesSettings
 from kvstore.config.loading import prefill_of
 from kvstore.service.registry import Registry
@@ -31,21 +32,24 @@ class Costs:
         self.prices = msgspec.convert(settings, api.Prices, from_attributes=True)
         self._prefill, self._of_model = settings.prefill, prefill_of(settings)
 
-    def of(self, tenant: str, usage: Sequence[api.Usage]) -> list[api.Cost]:
-        """Of a tenant, and of the node's own work; of everybody where `tenant` is "". Largest first.
+    def now(self, usage: Sequence[api.Usage]) -> list[api.Cost]:
+        """Of every tenant and namespace, and of the node's own work; the largest first.
 
         Args:
-            tenant: Whose.
-            usage: What is alive in the bucket, of the same.
+            usage: What is alive in the bucket. It may tell of more namespaces than have an account: the others' bytes go together.
         """
-        alive = {(each.tenant, each.namespace): each.bytes for each in usage}
-        accounts = [account for account in self._accounts if not tenant or account.tenant in {tenant, ""}]
-        known = {(account.tenant, account.namespace) for account in accounts}
-        accounts += [Account(*of) for of in alive if of not in known]  # stored, and not used through this node
-        return sorted((self._cost(each, alive) for each in accounts), key=_size, reverse=True)
+        accounts = {(account.tenant, account.namespace): account for account in self._accounts}
+        stored: Counter[tuple[str, str]] = Counter()
+        for each in usage:
+            whose = (each.tenant, each.namespace)
+            if whose not in accounts and len(accounts) >= MOST:
+                whose = (each.tenant, OTHER)
+            accounts.setdefault(whose, Account(*whose))
+            stored[whose] += each.bytes
+        return sorted((self._cost(account, stored[whose]) for whose, account in accounts.items()), key=_size, reverse=True)
 
-    def _cost(self, account: Account, alive: Mapping[tuple[str, str], int]) -> api.Cost:
-        prices, stored = self.prices, alive.get((account.tenant, account.namespace), 0)
+    def _cost(self, account: Account, stored: int) -> api.Cost:
+        prices = self.prices
         fields = self._registry.known(account.tenant, account.namespace)
         model = fields.model if fields is not None else ""
         rate = self._of_model.get(model, self._prefill)

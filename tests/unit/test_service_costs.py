@@ -9,12 +9,14 @@ from fakes.service import BLOCK, ME, NS, links, node, read, saved, stats
 from kvstore import api
 from kvstore.access import Access
 from kvstore.accounts import MOST, OTHER, Accounts
-from kvstore.config import load
+from kvstore.config import PricesSettings, load
 from kvstore.errors import Invalid
 from kvstore.ids import Shard
 from kvstore.objects import MemoryStore
 from kvstore.server.acting import act
 from kvstore.server.metrics import Metrics
+from kvstore.service.costs import Costs
+from kvstore.service.registry import Registry
 
 PRICED = {
     "prices__source": "a test",
@@ -171,3 +173,13 @@ def test_an_account_is_small():
         accounts.of("tenant", f"namespace-{index}").tokens["dram"] += 1
     assert len(list(accounts)) == MOST + 1
     assert accounts.of("tenant", OTHER).tokens["dram"] == 100_000 - MOST
+
+
+def test_what_is_stored_of_namespaces_beyond_the_bound_is_told_together():
+    costs = Costs(Accounts(), Registry(None), PricesSettings())
+    usage = [api.Usage(tenant="t", namespace=f"n{index}", blocks=1, bytes=10) for index in range(1000)]
+    found = costs.now(usage)
+    assert len(found) == MOST + 1
+    assert sum(row.stored for row in found) == 10_000
+    [other] = [row for row in found if row.namespace == OTHER]
+    assert other.stored == (1000 - MOST) * 10
