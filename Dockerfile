@@ -17,7 +17,6 @@ ENV PATH=/opt/kvtier/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME
 RUN groupadd --gid 7878 kvtier && useradd --uid 7878 --gid 7878 --no-create-home kvtier \
  && install -d -m 1777 /var/lib/kvtier /run/kvtier
 USER 7878:7878
-VOLUME /var/lib/kvtier
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["kvtier"]
 CMD ["serve"]
