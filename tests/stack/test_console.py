@@ -105,6 +105,8 @@ def node(loop, tmp_path_factory):
         for number in range(MANY):
             await node.service.call("default", "create_session", api.CreateSession(id=f"zz/{number:03}", namespace=NS.id))
 
+        await node.service.call("default", "create_session", api.CreateSession(id="lanes", namespace=NS.id, lane="worker-1"))
+
     loop.run(many())
     node.url = server.url
     node.call = lambda name, request: loop.run(node.service.call("default", name, request))
@@ -296,6 +298,15 @@ def test_names_are_text_whatever_is_in_them(page, node):
         page.locator(".detail").get_by_role("button", name="Pin", exact=True).click()
         sync_api.expect(page.locator(".detail")).to_contain_text("never, it is pinned")
         assert node.call("get_session", api.OfSession(id=session)).pinned
+
+
+def test_lanes_are_told_apart(page):
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    row = page.get_by_role("row").filter(has_text="lanes")
+    sync_api.expect(row).to_contain_text("lane worker-1")
+    row.get_by_role("link").click()
+    sync_api.expect(page.get_by_role("region", name="Session", exact=True)).to_contain_text("worker-1")
+    sync_api.expect(page.locator(".detail")).to_contain_text("0 in 0 blocks")
 
 
 def test_a_dry_run_says_what_would_go_and_why(page, node):

@@ -49,6 +49,13 @@ function route() {
 
 // --- what is asked, and how often ---
 
+/** A node that is not ready says so with 503; one that is overloaded answers 503, too, and says nothing of itself. */
+async function ready() {
+  const said = await get("/readyz", { also: [503] });
+  if (said.degraded === undefined) throw new Problem(503, said.detail ?? "HTTP 503", said.remedy, said.kind);
+  return said;
+}
+
 let timer = 0, failures = 0, round = 0, asking = false, downSince = null;
 
 async function ask() {
@@ -59,7 +66,7 @@ async function ask() {
     if (gateway) {
       [state.engines, state.decisions] = await Promise.all([get("/v1/engines"), get("/v1/decisions")]);
     } else {
-      if (round % READY_EVERY === 0 || failures) state.health = await get("/readyz", { also: [503] });
+      if (round % READY_EVERY === 0 || failures) state.health = await ready();
       round += 1;
       state.samples.add(await get("/v1/stats"));
     }

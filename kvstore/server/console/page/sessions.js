@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { Table, h, panel, text } from "./dom.js";
-import { ago, bytes, count, exactly, name } from "./format.js";
+import { ago, bytes, count, exactly, name, short } from "./format.js";
 import { SessionPanel } from "./session.js";
 
 const PAGE = 50, TYPING_MS = 300;
@@ -110,10 +110,12 @@ export class SessionsView {
   }
 
   #link(session, before) {
-    const node = before instanceof Element ? before : h("a", {}, h("bdi"));
-    node.href = linkOf(session);
-    text(node.firstChild, name(session.id));
-    node.title = `namespace ${session.namespace.slice(0, 12)}, lane ${session.lane}`;
+    const node = before instanceof Element ? before : h("span", {}, h("a", {}, h("bdi")), h("span", { class: "note" }));
+    const [link, more] = node.children;
+    link.href = linkOf(session);
+    text(link.firstChild, name(session.id));
+    const elsewhere = session.namespace !== this.sessions[0].namespace;
+    text(more, [elsewhere && ` namespace ${short(session.namespace)}`, session.lane !== "main" && ` lane ${name(session.lane)}`].filter(Boolean).join(","));
     return node;
   }
 
