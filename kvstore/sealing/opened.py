@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -22,6 +22,9 @@ from kvstore.sealing.veil import SECRET, NameVeil
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PLACE: Final = "keyring"
+_MOST_BYTES: Final = 16 << 10
 
 
 class Run(Protocol):
@@ -96,7 +99,3 @@ async def _keyring(store: ObjectStore, keys: Keys) -> tuple[Keyring, str]:
             remedy="restore it from a backup of the bucket: sealed objects stay as they are meanwhile",
         )
     return parse(got.data, Keyring, keys.keyring), got.etag
-
-
-_PLACE = "keyring"
-_MOST_BYTES = 16 << 10

@@ -93,7 +93,7 @@ class TenantKeyring:
         fresh = self._fresh_key(tenant)
 
         def turned(old: TenantKeys | None) -> TenantKeys | None:
-            if old is None or old.destroyed:
+            if old is None or old.destroyed or any(key.id == fresh.id for key in old.keys):  # the last: an earlier try landed late
                 return old
             if len(old.keys) >= _MOST_KEYS:
                 raise Denied(f"{self._keys.tenant_keys(tenant)} holds {_MOST_KEYS} keys, as many as it may")

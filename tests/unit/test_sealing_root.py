@@ -8,7 +8,7 @@ from kvstore.clock import SeededIds
 from kvstore.errors import AlreadyExists, Conflict, Corrupt, Denied, Gone, NotFound, Unsupported
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
-from kvstore.objects import OVERWRITE, Got
+from kvstore.objects import OVERWRITE, Fault, Faults, Got
 from kvstore.repo.blocks import want
 from kvstore.repo.fsck import fsck
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny
@@ -205,3 +205,17 @@ async def test_a_damaged_register_of_keys_is_damage_not_a_new_key(repo, memory, 
         for call in (other.root.tenants.sealing("default"), collect(other, now=True)):
             with pytest.raises(Corrupt):
                 await call
+
+
+@pytest.mark.parametrize("action", ["lost", "before"])
+async def test_a_lost_answer_leaves_one_key_whoever_asks(memory, clock, shelf, action):
+    store = Faults(memory, clock=clock)
+    async with opened(store, clock, masters=MASTERS) as repo:
+        for turn in (repo.root.tenants.sealing, repo.root.tenants.rotate):
+            store.script.append(Fault(action=action, verb="put", key="*/keys/*"))
+            await turn("default")
+        assert not any(fault.times for fault in store.script)
+        assert len((await repo.root.tenants.sealing("default")).keys) == 2
+        await commit(repo, shelf, "s", range(8), 0, NS)
+    async with opened(memory, clock, SeededIds(2), masters=MASTERS) as other:
+        assert (await fsck(other, deep=True)).clean
