@@ -24,7 +24,8 @@ def find_valkey() -> Path | None:
     return binary if binary is not None and binary.exists() else None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """For `preexec_fn`: the process is killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -74,7 +75,7 @@ class ValkeyServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509  it makes one system call
+                preexec_fn=end_with_parent,  # noqa: PLW1509  it makes one system call
             )
         self._process = process
         patience = time.monotonic() + _READY_S

@@ -13,6 +13,7 @@ import numpy as np
 import kvstore
 from kvstore.codec import layout
 from kvstore.ids import Namespace, Shard, chain
+from kvstore.mesh.testing import end_with_parent
 
 COMMAND = [sys.executable, "-c", "from kvstore.cli.main import main; main()"]
 NAMESPACE = Namespace(model="m", revision="r", layers=2, kv_heads=2, head_dim=16, block_tokens=16)
@@ -25,10 +26,10 @@ def free_port():
 
 
 class MeshNode:
-    """One node. `kill` is a crash; `start` afterwards is another life on the same disk."""
+    """One node. `kill` is a crash; `start` afterwards is another life on the same disk. Its command stands behind `within`."""
 
-    def __init__(self, name, folder, *, directory="", static=(), store="", environ=None, nvme=True, sets=()):
-        self.name, self.port, self.folder = name, free_port(), folder / name
+    def __init__(self, name, folder, *, directory="", static=(), store="", environ=None, nvme=True, sets=(), within=()):
+        self.name, self.port, self.folder, self._within = name, free_port(), folder / name, within
         self.folder.mkdir()
         self._directory, self._static, self._store, self._environ = directory, static, store, environ or {}
         self._nvme, self._sets, self.process, self.url = nvme, sets, None, ""
@@ -56,13 +57,18 @@ class MeshNode:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "AWS_"))}
         self.log = (self.folder / "log").open("ab")
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--format", "json", *flags], stdout=subprocess.PIPE, stderr=self.log, env={**clean, **self._environ}
+            [*self._within, *COMMAND, "serve", "--format", "json", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**clean, **self._environ},
+            preexec_fn=end_with_parent,  # noqa: PLW1509  it makes one system call
         )
 
     def wait(self):
         line = self.process.stdout.readline()
         assert line, (self.folder / "log").read_text()
-        self.url = json.loads(line)["http"]
+        ready = json.loads(line)
+        self.url = ready["http"] or ready["url"]
         return self
 
     def signal(self, number):
