@@ -241,15 +241,12 @@ def test_every_service_is_healthy(stack):
 
 
 def test_bootstrap_again_changes_nothing_and_nodes_keys_open_no_other_bucket(stack):
-    again = subprocess.run(
-        stack.command("bootstrap"), env=stack.environment("bootstrap"), capture_output=True, text=True, check=True
-    )
+    command, owner = stack.command("bootstrap"), stack.environment("bootstrap")
+    again = subprocess.run(command, env=owner, capture_output=True, text=True, check=True)
     assert again.stdout.startswith("bucket: there: kvtier\nuploads: there")
     node = owner | {"AWS_SHARED_CREDENTIALS_FILE": f"{stack.folder}/secrets/store-node.aws"}
     other = stack.here("bootstrap", "s3://other/kv?endpoint=http://store:9000")
-    done = subprocess.run(
-        [*command[:-2], "--store", other], env=node, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    done = subprocess.run([*command[:-2], "--store", other], env=node, capture_output=True, text=True, check=False)
     assert (done.returncode, "403 AccessDenied" in done.stderr) == (1, True), done.stderr
 
 
