@@ -157,6 +157,10 @@ class Service(Protocol):
         """Its data plane."""
         ...
 
+    def admit(self, tenant: str) -> None:
+        """Count a request that is no call of the table. Raises `Overloaded` where the tenant has made too many."""
+        ...
+
     async def call(self, tenant: str, name: str, request: api.Request) -> api.Answer:
         """One call of :data:`kvstore.api.CALLS`. Raises `KVTierError`."""
         ...

@@ -65,6 +65,7 @@ class Blocks:
         name = _name(request, asked.tokens)
         tenant = access_of(request).tenant
         with observed(self._observe, "get"):
+            self._service.admit(tenant)
             leases, miss = await self._in_flight.read(
                 self._service.plane.get(
                     tenant, name.namespace, name.shard, [name.link], deadline_ms=asked.deadline_ms, reach=asked.reach
@@ -114,6 +115,7 @@ class Blocks:
         name = _name(request, asked.tokens)
         plane, tenant = self._service.plane, access_of(request).tenant
         with observed(self._observe, "put"):
+            self._service.admit(tenant)
             size = await plane.payload_bytes(tenant, name.namespace, name.shard, name.link.tokens)
             if request.content_length not in {None, size}:
                 raise Invalid(f"a payload of {name.link.tokens} tokens has {size} bytes here, not {request.content_length}")

@@ -105,6 +105,10 @@ class Service:
         await self._hints.aclose()
         await self._restores.aclose()
 
+    def admit(self, tenant: str) -> None:
+        """Count a request that is no call of the table. Raises `Overloaded` where the tenant has made too many."""
+        self.quotas.take(tenant)
+
     async def call(self, tenant: str, name: str, request: api.Request) -> api.Answer:
         """Run a call by its name in the table. Raises `KVTierError`."""
         call = api.BY_NAME.get(name)

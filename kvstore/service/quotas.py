@@ -102,14 +102,18 @@ class Quotas:
 
     async def _admit(self, tenant: str, name: str, request: api.Request) -> bool:
         """Whether a session more is counted for it."""
-        wait = self._rates[tenant].take(self._clock.monotonic()) if tenant in self._rates else 0.0
-        if wait:
-            limit = self._tenants[tenant].requests
-            raise _refused(f"tenant {tenant!r} may make {limit:g} calls per second", tenant, "requests", math.ceil(wait))
+        self.take(tenant)
         if isinstance(request, api.Commit) and self.full(tenant):
             held, most = self._held(tenant), self._tenants[tenant].max_bytes
             raise _refused(f"tenant {tenant!r} has {held} bytes in the bucket; it may have {most}", tenant, "max_bytes", _LATER_S)
         return name in _MAKES and tenant in self._sessions and await self._make(tenant, request)
+
+    def take(self, tenant: str) -> None:
+        """One request more. Raises `Overloaded`."""
+        wait = self._rates[tenant].take(self._clock.monotonic()) if tenant in self._rates else 0.0
+        if wait:
+            limit = self._tenants[tenant].requests
+            raise _refused(f"tenant {tenant!r} may make {limit:g} requests per second", tenant, "requests", math.ceil(wait))
 
     def full(self, tenant: str) -> bool:
         """Whether a tenant has all the bytes that it may have."""

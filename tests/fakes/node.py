@@ -149,6 +149,9 @@ class FakeService:
         self.calls, self.answers = [], {}
         self.restores = {}
 
+    def admit(self, tenant):
+        pass
+
     async def call(self, tenant, name, request):
         self.calls.append((tenant, name, request))
         if isinstance(request, api.OfSession):
