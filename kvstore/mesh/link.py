@@ -7,17 +7,20 @@ kernel takes in what follows. Handing slices to another thread was no faster on 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import select
 import socket
 import ssl
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Protocol, Self, TypeVar
+from functools import partial
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -161,7 +164,10 @@ class TcpLink:
         exchange = _Blocks(self, batch, _ask(batch, through=through, speed=speed))
         for delivery in batch:
             delivery.left = exchange.left
-        return await _run(self._links.waiters if through else self._links.threads, exchange.run, exchange.cut)
+        try:
+            return await self._exchanged(self._links.waiters if through else self._links.threads, exchange)
+        except OSError as error:  # no connection could be made
+            return Carried(0, 0.0, f"{type(error).__name__}: {error}")
 
     async def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """See :meth:`Link.holds`."""
@@ -170,7 +176,8 @@ class TcpLink:
             part = keys[at : at + frames.MOST_KEYS]
             question = _Question(self, part)
             async with asyncio.timeout(_HOLDS_S):
-                answers += await _run(self._links.askers, question.run, question.cut)
+                said = await self._exchanged(self._links.askers, question)
+            answers += said
         return answers
 
     def close(self) -> None:
@@ -181,6 +188,47 @@ class TcpLink:
             self._idle.clear()
         for sock in idle:
             sock.close()
+
+    async def _exchanged(self, threads: ThreadPoolExecutor, exchange: _Exchange[T]) -> T:
+        """On a kept connection; where there is none, or it turns out dead, a new one. Raises `OSError` where none can be made."""
+        kept = self.take()
+        if kept is not None:
+            try:
+                return await _run(threads, partial(exchange.run, kept, kept=True), exchange.cut)
+            except _Dead:
+                pass
+        fresh = await self._dialled()  # here: a peer that is not there must hold no thread
+        return await _run(threads, partial(exchange.run, fresh), exchange.cut)
+
+    async def _dialled(self) -> socket.socket:
+        """A new connection, which does not block. Raises `OSError`."""
+        host, port = self._member.host, self._member.port
+        loop, failed = asyncio.get_running_loop(), OSError(f"{self.host!r} is no address")
+        async with asyncio.timeout(self._links.settings.connect_s):
+            try:
+                found = _known(host, port)
+                if not found:
+                    looked_up = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                    found = [(each[0], (str(each[4][0]), port)) for each in looked_up]
+            except (ValueError, OverflowError) as error:  # whoever said that it is an address
+                raise OSError(f"{self.host!r} is no address: {error}") from None
+            for family, where in found:
+                if not self._links.trusted(str(where[0])):
+                    failed = OSError(f"{where[0]}, the address of {self._member.node}, is in no network of peers.networks")
+                    continue
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                try:
+                    await loop.sock_connect(sock, where)
+                except OSError as error:
+                    failed = error
+                    sock.close()
+                except BaseException:
+                    sock.close()
+                    raise
+                else:
+                    return sock
+        raise failed
 
     # --- on threads ---
 
@@ -209,17 +257,9 @@ class TcpLink:
                 return
         sock.close()
 
-    def connect(self) -> socket.socket:
-        """A new one. Raises `OSError`."""
+    def prepared(self, sock: socket.socket) -> socket.socket:
+        """A new one, as an exchange needs it. Raises `OSError`."""
         settings = self._links.settings
-        try:
-            sock = socket.create_connection((self._member.host, self._member.port), timeout=settings.connect_s)
-        except (ValueError, OverflowError) as error:  # whoever said that it is an address
-            raise OSError(f"{self.host!r} is no address: {error}") from None
-        address = sock.getpeername()[0]
-        if not self._links.trusted(address):
-            sock.close()
-            raise OSError(f"{address}, the address of {self._member.node}, is in no network of peers.networks")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._links.tls is not None:
             return self._secured(sock, self._links.tls)
@@ -232,11 +272,8 @@ class TcpLink:
 
     def _secured(self, sock: socket.socket, tls: PeerTls) -> ssl.SSLSocket:
         """With TLS on it, to whom it is meant for. Raises `OSError`."""
-        try:
-            secured = tls.client.wrap_socket(sock)  # within `connect_s`
-        except BaseException:
-            sock.close()
-            raise
+        sock.settimeout(self._links.settings.connect_s)
+        secured = tls.client.wrap_socket(sock)
         if not vouches(secured, self._member):
             secured.close()
             raise OSError(f"the certificate at {self.host} names neither that address nor {self._member.node}")
@@ -248,15 +285,18 @@ class _Unwanted(Exception):
     """Nobody wants the rest."""
 
 
-class _Exchange:
+class _Dead(Exception):
+    """A kept connection was closed by the other side, and nothing was heard on it."""
+
+
+class _Exchange(ABC, Generic[T]):
     """One request on one connection, in one thread. `cut` may come from any other."""
 
     def __init__(self, link: TcpLink, request: bytes) -> None:
         self._link, self._request = link, request
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        self._given_up = False
-        self._reusable = False
+        self._given_up = self._kept = self._reusable = False
 
     def cut(self) -> None:
         """Whatever the thread waits for ends now."""
@@ -266,19 +306,33 @@ class _Exchange:
                 with suppress(OSError):  # it may be over already
                     cut(self._sock)
 
-    def _begin(self, first: int) -> bytes:
-        """Send the request; the first so many bytes of its answer. A kept connection may turn out dead: then on a new one."""
-        kept = self._link.take()
-        if kept is not None:
-            try:
-                return self._sent(kept, first)
-            except (ConnectionError, EOFError, ssl.SSLError):
-                if self._given_up:
-                    raise
-                kept.close()
-        return self._sent(self._link.connect(), first)
+    def run(self, sock: socket.socket, *, kept: bool = False) -> T:
+        """On a thread: all of it. Raises `_Dead` where another connection should be tried."""
+        self._kept = kept
+        with self._lock:
+            self._sock = sock
+        try:
+            return self._exchange()
+        finally:
+            self._over()
 
-    def _sent(self, sock: socket.socket, first: int) -> bytes:
+    @abstractmethod
+    def _exchange(self) -> T: ...
+
+    def _begin(self, first: int) -> bytes:
+        """Send the request; the first so many bytes of its answer."""
+        try:
+            return self._sent(first)
+        except (ConnectionError, EOFError, ssl.SSLError) as error:
+            if self._kept and not self._given_up:
+                raise _Dead from error
+            raise
+
+    def _sent(self, first: int) -> bytes:
+        sock = self._sock
+        assert sock is not None
+        if not self._kept:
+            sock = self._link.prepared(sock)
         with self._lock:
             self._sock = sock
             if self._given_up:
@@ -308,14 +362,14 @@ class _Exchange:
             raise EOFError
 
 
-class _Question(_Exchange):
+class _Question(_Exchange[list[bool]]):
     """Which keys a peer has."""
 
     def __init__(self, link: TcpLink, keys: Sequence[bytes]) -> None:
         super().__init__(link, frames.request(frames.HOLDS, link.host, msgspec.msgpack.encode(b"".join(keys))))
         self._keys = len(keys)
 
-    def run(self) -> list[bool]:
+    def _exchange(self) -> list[bool]:
         head = frames.held_head(self._keys)
         try:
             answer = self._begin(len(head) + self._keys)
@@ -325,11 +379,9 @@ class _Question(_Exchange):
             return [byte == 1 for byte in answer[len(head) :]]
         except EOFError:
             raise ConnectionResetError("the connection ended") from None
-        finally:
-            self._over()
 
 
-class _Blocks(_Exchange):
+class _Blocks(_Exchange[Carried]):
     """Blocks, to their places."""
 
     def __init__(self, link: TcpLink, batch: Sequence[Delivery], ask: frames.Ask) -> None:
@@ -342,7 +394,7 @@ class _Blocks(_Exchange):
         if not any(each.wanted and not each.over for each in self._batch):
             self.cut()
 
-    def run(self) -> Carried:
+    def _exchange(self) -> Carried:
         failed = ""
         try:
             self._receive()
@@ -353,8 +405,6 @@ class _Blocks(_Exchange):
             failed = "the connection ended"
         except (OSError, frames.Malformed) as error:
             failed = f"{type(error).__name__}: {error}"
-        finally:
-            self._over()
         return Carried(self._nbytes, self._seconds, "" if self._given_up else failed)
 
     def _receive(self) -> None:
@@ -456,6 +506,14 @@ def _ask(batch: Sequence[Delivery], *, through: bool, speed: int) -> frames.Ask:
         through=through,
         speed=speed,
     )
+
+
+def _known(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Where an address is; nothing for a name, which has to be looked up."""
+    try:
+        return [(socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port))]
+    except ValueError:
+        return []
 
 
 def _readable(sock: socket.socket) -> bool:

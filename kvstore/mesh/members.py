@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import Final, Protocol
 
 import msgspec
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 
 class Member(msgspec.Struct, frozen=True, order=True):
@@ -60,4 +63,18 @@ def owner(key: bytes, nodes: Sequence[str]) -> str:
     Raises:
         ValueError: There are no nodes.
     """
-    return max(nodes, key=lambda node: blake3(node.encode() + b"\0" + key).digest(8))
+    weights = _seeds(tuple(nodes)) ^ np.uint64(int.from_bytes(key[:8], "big"))
+    for shift, factor in _MIX:
+        weights ^= weights >> shift
+        weights *= factor
+    return nodes[int((weights ^ (weights >> _LAST)).argmax())]
+
+
+@lru_cache(maxsize=8)
+def _seeds(nodes: tuple[str, ...]) -> NDArray[np.uint64]:
+    """64 bits of each node; a key's own are mixed in by `splitmix64` (Steele, Lea and Flood, 2014), all nodes at once."""
+    return np.frombuffer(b"".join(blake3(node.encode()).digest(8) for node in nodes), ">u8").astype(np.uint64)
+
+
+_MIX: Final = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST: Final = np.uint64(31)

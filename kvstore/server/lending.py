@@ -23,6 +23,8 @@ from kvstore.service.plane import Plane, TenantTiers
 from tiering import Lease, Miss, Movers, Reach, Stack, Want
 
 _IN_MEMORY: Final = 16 << 20  # bytes of a piece: some milliseconds of a fast link
+_STEPS: Final = 1 << 14  # of telling how long blocks are: a fifth of a second, on a thread
+_STEPS_HERE: Final = 512  # some milliseconds
 _ELSEWHERE: Final = 8 << 20  # of one that is read from a disk first, or from the bucket
 
 
@@ -132,7 +134,18 @@ class Lending:
         if tenant not in self._tiers:
             return Miss.ABSENT
         await self._plane.settled(tenant, self._clock.monotonic() + self._seconds[Reach.DISK])
-        return Names(ask.namespace, shard).wants(ask.prefixes, ask.tokens)
+        if not 1 <= min(ask.tokens) <= max(ask.tokens) <= ask.namespace.block_tokens:
+            raise frames.Malformed(f"blocks of {min(ask.tokens)} to {max(ask.tokens)} tokens; at most {ask.namespace.block_tokens}")
+        names = Names(ask.namespace, shard)
+        if not ask.through and not any(self._tiers[tenant].stack.locate(names.keys(ask.prefixes))):
+            return Miss.ABSENT
+        # A namespace is whatever a peer says, and how long its blocks are takes a step for each layer.
+        steps = len(set(ask.tokens)) * ask.namespace.layers
+        if steps > _STEPS:
+            return Miss.FULL
+        if steps > _STEPS_HERE:
+            return await self._movers.run(names.wants, ask.prefixes, ask.tokens)
+        return names.wants(ask.prefixes, ask.tokens)
 
     def _parts(self, stack: Stack, wants: Sequence[Want], through: bool, *, alone: int) -> list[_Part]:
         """Blocks in memory go together, and those that take time in smaller parts; the first few alone."""

@@ -16,10 +16,11 @@ from fakes.peer import request_of, scripted, through
 
 from kvstore.errors import Invalid
 from kvstore.mesh import frames
-from kvstore.mesh.link import LinkSettings
+from kvstore.mesh.link import LinkSettings, TcpLink
 from kvstore.mesh.members import Member, owner
 from kvstore.mesh.supplier import PeerSettings
 from kvstore.server.peering import PeeringLimits
+from kvstore.service.names import Names
 from tiering import Miss, Reach
 
 PATIENT = PeerSettings(patience_s=30, through_s=30)  # no timing here but where it is the subject
@@ -312,6 +313,34 @@ NONSENSE = {
     "half a key": _post(frames.HOLDS, msgspec.msgpack.encode(bytes(33))),
     "too many keys": _post(frames.HOLDS, msgspec.msgpack.encode(bytes(32 * 17_000))),
 }
+
+
+@pytest.mark.parametrize(("through", "why"), [(False, "absent"), (True, "full")])
+async def test_a_namespace_that_nobody_has_heard_of_costs_little(through, why, monkeypatch):
+    def sizes(self, tokens):
+        raise AssertionError(f"{len(tokens)} blocks of {self.namespace.layers} layers are measured")
+
+    strange = msgspec.structs.replace(NS, layers=4096, block_tokens=512)
+    async with pair() as (a, _):
+        reader, writer = await asyncio.open_connection(*a.peering.address)
+        with monkeypatch.context() as patched:
+            patched.setattr(Names, "sizes", sizes)
+            ask = _ask(namespace=strange, prefixes=os.urandom(32 * 512), tokens=[*range(1, 513)], through=through)
+            writer.write(_post(frames.BLOCKS, ask))
+            assert (await reader.readuntil(frames.LAST)).startswith(frames.ANSWER)
+        assert a.peering.counts[why] == 512
+        writer.close()
+
+
+async def test_a_peer_that_lets_nobody_connect_holds_no_thread(monkeypatch):
+    async def never(self):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(TcpLink, "_dialled", never)
+    async with mesh_node("a") as a:
+        with pytest.raises(TimeoutError):
+            await a.links.holds(Member("b", 1, "127.0.0.1", 1), [bytes(32)])
+        assert not a.links.askers._threads
 
 
 @pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE.keys())
