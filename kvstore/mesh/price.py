@@ -37,6 +37,7 @@ class Speeds(msgspec.Struct, frozen=True):
         nvme: From the node's disk.
         peer: From another node.
         bucket: From the bucket.
+        pass_s: Seconds that a pass takes besides, however few its tokens: all weights are read for it.
     """
 
     token_s: float
@@ -45,6 +46,7 @@ class Speeds(msgspec.Struct, frozen=True):
     nvme: Speed
     peer: Speed
     bucket: Speed
+    pass_s: float = 0.0
 
     def loads(self) -> Sequence[Speed]:
         """In the order of `SOURCES`."""
@@ -99,6 +101,7 @@ class Table:
         busy: Which part of the time each was busy lately, 0 to 1, (candidates,).
         token_s: See `Speeds`, (candidates,).
         position_s: The same.
+        pass_s: The same.
         latency_s: (sources, candidates).
         byte_s: Seconds of a byte, (sources, candidates).
     """
@@ -108,6 +111,7 @@ class Table:
         self.queue_s, self.busy = np.zeros(len(names)), np.zeros(len(names))
         self.token_s = np.array([one.token_s for one in speeds], np.float64)
         self.position_s = np.array([one.position_s for one in speeds], np.float64)
+        self.pass_s = np.array([one.pass_s for one in speeds], np.float64)
         loads = [one.loads() for one in speeds]
         self.latency_s = np.array([[of[at].latency_s for of in loads] for at in range(len(SOURCES))], np.float64)
         self.byte_s = np.array([[1 / of[at].bytes_per_s for of in loads] for at in range(len(SOURCES))], np.float64)
@@ -129,6 +133,7 @@ class Prices:
         positions = (tokens - start) * (tokens + start - 1) / 2
         compute = np.outer(table.token_s, tokens - start)
         compute += np.outer(table.position_s, positions)
+        compute += table.pass_s[:, None]  # one pass in any case, wherever the split is
         self._split = np.argmin(load + compute, axis=1)
         self._found = np.isfinite(load).sum(axis=1) - 1
         each = np.arange(len(table.names))

@@ -96,6 +96,7 @@ class _Engine:
             nvme=source("nvme", assumed.nvme),
             peer=source("peer", assumed.peer),
             bucket=source("bucket", assumed.bucket),
+            pass_s=assumed.pass_s,
         )
 
 

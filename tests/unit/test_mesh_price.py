@@ -3,6 +3,7 @@
 import math
 import random  # noqa: TID251  seeded
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -130,3 +131,11 @@ def test_it_finds_what_a_plain_search_finds():
             parts = one.tokens
             assert parts.gpu + parts.dram + parts.nvme + parts.peer + parts.bucket == one.split <= one.found or one.split == 0
             assert parts.computed + one.split == tokens
+
+
+def test_a_pass_takes_its_time_once_wherever_the_split_is():
+    here, slow = flags({"dram"}, {"bucket"}), msgspec.structs.replace(SPEEDS, pass_s=0.05)
+    for tokens in (200, 201, 5000):
+        bare, found = priced([0, 100, 200], tokens, here), priced([0, 100, 200], tokens, here, slow)
+        assert (found.split, found.load_ms) == (bare.split, bare.load_ms)
+        assert found.compute_ms == pytest.approx(bare.compute_ms + 50)
