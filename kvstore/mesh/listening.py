@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import Final
 
 import msgspec
@@ -22,7 +23,8 @@ from kvstore.mesh.residency import Residency
 
 log = logging.getLogger(__name__)
 _WAITING: Final = 100_000  # batches that ZeroMQ keeps for us; what is dropped beyond is seen as a gap
-_REPLAY_S: Final = 5.0
+_REPLAY_S, _CATCH_UP_S = 5.0, 1.0
+_FIRST_MS, _QUIET_MS = 200, 5_000  # without a batch: then what was missed is asked for, as it may be the last for a while
 _MOST_REPLAYED: Final = 100_000
 
 
@@ -51,6 +53,7 @@ class Listener:
         self._endpoint, self._replay, self._topic = endpoint, replay, topic.encode()
         self._residency = residency
         self._next = -1  # the batch that should come; -1: this life has not been heard yet
+        self._had = range(0)  # batches that were asked for while they may have been on their way
         self.heard = Heard()
 
     async def run(self) -> None:
@@ -65,7 +68,12 @@ class Listener:
         watching = asyncio.create_task(self._watch(monitor))
         try:
             socket.connect(self._endpoint)
+            patience = _FIRST_MS
             while True:
+                waits, patience = patience, _QUIET_MS
+                if self._replay and not await socket.poll(waits):
+                    await self._catch_up(context)
+                    continue
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == 8:
                     await self._came(context, int.from_bytes(frames[1], "big", signed=True), frames[2])
@@ -84,7 +92,22 @@ class Listener:
             parse_monitor_message(await monitor.recv_multipart())
             self._forget()  # what connects next may be another life, and its numbers would not show it
 
+    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+        """Nothing comes. Perhaps something came before this listened, or was lost."""
+        first = max(self._next, 0)
+        try:
+            async with asyncio.timeout(_CATCH_UP_S):
+                found = await self._again(context, first)
+        except (TimeoutError, zmq.ZMQError):
+            return  # nobody is there yet
+        for number, payload in found:
+            await self._came(context, number, payload)
+        self._had = range(first, self._next)
+
     async def _came(self, context: zmq.asyncio.Context, number: int, payload: bytes) -> None:
+        if number in self._had:
+            return
+        self._had = range(0)
         if number < self._next:
             self._forget()
         if number > max(self._next, 0):
@@ -117,7 +140,7 @@ class Listener:
         else:
             self._forget()
 
-    async def _again(self, context: zmq.asyncio.Context, first: int, stop: int) -> list[tuple[int, bytes]]:
+    async def _again(self, context: zmq.asyncio.Context, first: int, stop: int = sys.maxsize) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
         with context.socket(zmq.DEALER) as socket:  # as REQ, but for many answers
             socket.setsockopt(zmq.LINGER, 0)
@@ -144,6 +167,6 @@ class Listener:
             log.warning("%s: %s", self._endpoint, error)
 
     def _forget(self) -> None:
-        self._next = -1
+        self._next, self._had = -1, range(0)
         self.heard.forgotten += 1
         self._residency.forget()
