@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "serve": ("serve", "Run a node with the configuration of this machine."),
     "doctor": ("doctor", "Check the store's guarantees, disk, memory, clock, credentials and peers, and say what to do."),
     "bench": ("bench", "What memory, disk and bucket give here, and how long restoring a prompt takes from each."),
+    "plan": ("plan", "How much memory, disk and bucket a load takes, how many requests, and what that costs."),
     "replay": ("replay", "Nodes, tiers and routers on a trace, simulated: hits, time to first token, balance, bytes, cost."),
     "sessions": ("sessions", "Look at sessions and change their lives: ls, create, show, restore, fork, rewind, ..."),
     "namespaces": ("namespaces", "What is stored for which model; rm after a weight update."),

@@ -70,14 +70,15 @@ class Costs:
             recompute_s=recompute,
             avoided_s=avoided,
             gpus=account.gpus,
-            requests_cost=_of_requests(account.requests.items(), prices),
+            requests_cost=of_requests(account.requests.items(), prices),
             egress_cost=account.fetched / _GB * prices.gb_egress,
             month_cost=stored / _GB * prices.gb_month,
             saved=avoided / 3600 * account.gpus * prices.gpu_hour,
         )
 
 
-def _of_requests(counts: Iterable[tuple[str, int]], prices: api.Prices) -> float:
+def of_requests(counts: Iterable[tuple[str, int]], prices: api.Prices) -> float:
+    """What so many requests cost, by verb (`put`, `copy`, `get`, `head`, `list`; others are free)."""
     return sum(count / 1000 * float(getattr(prices, _CLASS[verb])) for verb, count in counts if verb in _CLASS)
 
 
