@@ -1,4 +1,4 @@
-"""How much memory, disk and bucket a load takes, how many requests, and what that comes to. Pure: docs/sizing.md has the formulas."""
+"""How much memory, disk and bucket a load takes, how many requests, and what that costs. Pure; docs/sizing.md has the formulas."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def bytes_of(self, tokens: int) -> int:
-        """Raw bytes of a block of so many tokens, over all shards. Raises `Invalid` where ranks or tokens do not fit the namespace."""
+        """Raw bytes of a block of so many tokens, over all shards. Raises `Invalid` where the ranks do not divide the heads."""
         return sum(layout(self.namespace, shard, tokens).raw_bytes for shard in self.shards())
 
     @property
