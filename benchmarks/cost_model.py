@@ -289,7 +289,7 @@ def main() -> None:
         line = {"place": place, "value": statistics.median(errors), "unit": "of measured"}
         _tell("cost_model_error", None, **line, p95=errors[min(len(errors) - 1, int(0.95 * len(errors)))], samples=len(errors))
     if asked.svg:
-        under = "Three nodes, SmolLM2-135M on two cores; lines: the same, and a fifth more or less"
+        under = "Three nodes, SmolLM2-135M on one thread; lines: the same, and a fifth more or less"
         asked.svg.write_text(draw("Time to first token, predicted and measured", under, points, unit="ms"))
 
 

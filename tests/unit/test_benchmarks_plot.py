@@ -1,5 +1,6 @@
 """Pictures of whatever rows there are."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,16 @@ def test_latencies_have_a_picture_of_their_own_and_nothing_has_none(tmp_path):
     assert len(bars(pictures["latency.svg"])) == 1
     (tmp_path / "empty").mkdir()
     assert drawn(tmp_path / "empty") == {}
+
+
+def test_a_scatter_has_a_point_for_each_pair(monkeypatch):
+    monkeypatch.syspath_prepend(PLOT.parent)
+    draw = importlib.import_module("_scatter").draw
+    picture = ET.fromstring(draw("a<b", "u", {"x": [(1.0, 2.0), (30.0, 10.0)], "y&z": [(5.0, 5.0)]}, unit="ms"))
+    circles = [each for each in picture.iter(f"{SVG}circle") if each.get("cx")]
+    assert len(circles) == 3 + 2  # and one for each name
+    assert {"a<b", "y&z"} <= {text.text for text in picture.iter(f"{SVG}text")}
+    same = [each for each in circles if each.get("fill-opacity")][2]
+    first, second = [each for each in circles if each.get("fill-opacity")][:2]
+    assert float(first.get("cx")) < float(same.get("cx")) < float(second.get("cx"))
+    assert float(first.get("cy")) > float(same.get("cy")) > float(second.get("cy"))
