@@ -36,9 +36,7 @@ class CountingStore:
         arrived: Arrived | None = None,
     ) -> Got | Absent | Unchanged:
         """See :class:`kvstore.objects.base.ObjectStore`."""
-        got = await self._counted(
-            "get", self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived)
-        )
+        got = await self._counted("get", self._store.get(key, range=range, into=into, if_none_match=if_none_match, arrived=arrived))
         if isinstance(got, Got):
             self._accounts.of(*payer()).fetched += got.data.nbytes
         return got
