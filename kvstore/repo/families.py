@@ -245,10 +245,13 @@ class _Group:
         tried = self._unresolved
         if tried is None:
             return at
-        if self._write in at.head.recent:
+        if self._write in at.head.recent and self._ours(at.head):
             for ticket in self._members:
                 ticket.answer(_that_landed(ticket.sent, at.head).answer)
             self._members = []
+        elif self._write in at.head.recent:
+            self._unresolved = None  # another node's attempt at the same commit landed: what it made is decided on this head
+            self._members[0].sent.clear()
         elif at.head.swaps - tried.head.swaps > RECENT:
             raise outcome_unknown("this change")
         elif at.etag != tried.etag:
@@ -256,6 +259,10 @@ class _Group:
             for ticket in self._members:
                 ticket.sent.clear()
         return at
+
+    def _ours(self, head: Head) -> bool:
+        """Whether what bears our write id is an attempt of this group: for certain where it made up the id itself."""
+        return self._write != self._members[0].change.write_id or _named(self._members[0].sent, head) is not None
 
     async def _attempt(self, at: Position, *, trusted: bool) -> Position | None:
         """One attempt.
@@ -376,8 +383,12 @@ class _Group:
 
 def _that_landed(sent: Sequence[Edit[Any]], head: Head) -> Edit[Any]:
     """Of several attempts on one ETag, the one whose manifests the head names; the last where that does not tell."""
+    return _named(sent, head) or sent[-1]
+
+
+def _named(sent: Sequence[Edit[Any]], head: Head) -> Edit[Any] | None:
     named = {version.manifest for branch in head.branches.values() for version in versions_of(branch)}
     for edit in sent:
         if any(branch is not None and branch.manifest in named for branch in edit.branches.values()):
             return edit
-    return sent[-1]
+    return None

@@ -67,3 +67,16 @@ async def test_a_fork_does_not_take_the_write_id_along(landed, other, shelf):
     await other.sessions.fork("default", "s", NS.id, "main", "g")
     receipt = await commit(other, shelf, "g", range(20), 2, NS, lane="main", write_id=IDS[0])
     assert (receipt.version, receipt.tokens) == (3, 20)
+
+
+async def test_one_commit_on_two_nodes_has_the_version_that_landed(repo, other, store, shelf):
+    """A node's own attempt is replaced by another node's at the same commit, which landed on a later version of equal content."""
+    await commit(repo, shelf, "s", range(8), 0, NS, lane="main")
+    stalled = Fault(action="stall", verb="put", key="*/heads/*")
+    store.script.append(stalled)
+    late = asyncio.create_task(commit(repo, shelf, "s", range(12), 1, NS, lane="main", write_id=IDS[0]))
+    await until(lambda: not stalled.times)
+    await commit(other, shelf, "s", range(8), 1, NS, lane="main", labels={"a": "b"})  # version 2, of the same tokens
+    assert (await commit(other, shelf, "s", range(12), 1, NS, lane="main", write_id=IDS[0])).version == 3
+    store.release.set()
+    assert (await late).version == 3

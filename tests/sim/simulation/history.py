@@ -118,6 +118,7 @@ class History:
                 gone = truth.meant(source, op.start, end)[1]
                 true = gone or (op.kind == "rewind" and op.versioned)
                 true |= op.kind == "detach" and (isinstance(error, NotFound) or self._came_and_went(op, end))
+                true |= op.kind == "fork" and isinstance(error, Gone) and self._came_and_went(op, end)
                 true |= isinstance(error, Gone) and op.follows >= 0 and self._lost(self.ops[op.follows])
             case AlreadyExists():
                 true = bool(found)
