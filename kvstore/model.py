@@ -182,7 +182,7 @@ _OPENING: Final = b'{"digest":"'
 _BLANK: Final = _OPENING + b"0" * 64  # the digest always stands here, so that no JSON is read before it is verified
 _FIELDS: Final = len(_BLANK)
 _encoder: Final = msgspec.json.Encoder()
-_REMEDY: Final = "docs/operations.md (damaged registers) says how it comes back; `kvtier fsck` lists what else is damaged"
+_REMEDY: Final = "docs/recovery.md (damaged registers) says how it comes back; `kvtier fsck` lists what else is damaged"
 
 
 class _Tagged(msgspec.Struct):

@@ -96,7 +96,16 @@ def test_every_alert_says_what_it_means_and_what_to_do():
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:
         assert rule["labels"]["severity"] in {"page", "ticket"}
-        assert set(rule["annotations"]) == {"summary", "do"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "do", "runbook"}, rule["alert"]
+
+
+def test_every_alert_has_an_entry_in_the_runbook_and_the_runbook_no_other():
+    named = {rule["alert"]: rule["annotations"]["runbook"] for group in ALERTS["groups"] for rule in group["rules"]}
+    assert named == {alert: f"docs/runbook.md#{alert.lower()}" for alert in named}
+    page = (DEPLOY.parent / "docs/runbook.md").read_text()
+    assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == list(named)
+    severities = re.findall(r"^### (\w+)\n\n\*(\w+)\.\*", page, re.MULTILINE)
+    assert severities == [(rule["alert"], rule["labels"]["severity"]) for group in ALERTS["groups"] for rule in group["rules"]]
 
 
 async def test_a_guarantee_that_a_node_cannot_give_is_a_sample(monkeypatch):
