@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal, get_args
@@ -25,6 +24,7 @@ import msgspec
 
 from kvstore.errors import Denied, Invalid
 from kvstore.keys import check_id
+from kvstore.toml_text import parse_toml
 
 if TYPE_CHECKING:
     from kvstore.clock import Ids
@@ -35,6 +35,7 @@ Need = Literal["open", "read", "write", "admin", "metrics"]
 
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 MAX_FILE: Final = 4 << 20
+_FIRST_YEAR, _LAST_YEAR = 1001, 9998  # in any time zone it has four digits, and is a time that Python knows
 _TOKEN: Final = re.compile(r"kvt_([0-9a-f]{16})_[0-9a-f]{64}")
 _ID: Final = re.compile(r"[0-9a-f]{16}")
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
@@ -108,10 +109,7 @@ class Tokens:
     @classmethod
     def parse(cls, text: str, name: str = "the tokens file") -> Tokens:
         """From a file's text. Raises `Invalid`, which names the entry and never repeats a hash."""
-        try:
-            document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise Invalid(f"{name} is not valid TOML: {error}") from None
+        document = parse_toml(text, name)
         table = document.pop("tokens", {})
         if document or not isinstance(table, dict):
             raise Invalid(f"{name} may have [tokens.<id>] tables only")
@@ -182,8 +180,8 @@ def _token(token_id: str, fields: object, name: str) -> Token:
         raise Invalid(f"{where}: {error}") from None
     if not _HASH.fullmatch(found.hash):
         raise Invalid(f"{where}: hash must be `sha256:` and 64 lower-case hex digits")
-    if found.expires is not None and found.expires.tzinfo is None:
-        raise Invalid(f"{where}: expires must name its time zone, like 2027-01-31T00:00:00Z")
+    if found.expires is not None and (found.expires.tzinfo is None or not _FIRST_YEAR <= found.expires.year <= _LAST_YEAR):
+        raise Invalid(f"{where}: expires must name its time zone and a year of four digits, like 2027-01-31T00:00:00Z")
     check_id(found.tenant, f"{where}: tenant")
     return found
 

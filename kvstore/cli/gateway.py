@@ -59,7 +59,7 @@ def gateway(
     log_to_stderr(log_level, log_format)
     if config is not None and not config.is_file():
         raise NotFound(f"--config {config} does not exist", remedy="name a file that is there, or leave --config out")
-    text = config.read_text() if config else ""
+    text = config.read_text(errors="surrogateescape") if config else ""  # what is no UTF-8 is refused by name
     flags = {"listen": listen, "model": model, "tokenizer": tokenizer, "directory": directory, "mesh": mesh}
     settings = load(text, str(config or "flags"), engines=engine or [], **flags)
     loop.run(_run(settings, form))

@@ -26,7 +26,7 @@ def static_peers(texts: Sequence[str]) -> dict[str, tuple[str, int]]:
 def parse_address(text: str, field: str = "node.listen") -> tuple[str, int]:
     """`host:port` or `[v6]:port`. Raises `Invalid`."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
         raise Invalid(f"{field} is {text!r}; write it like 127.0.0.1:7878")
     return host.strip("[]"), int(port)
 

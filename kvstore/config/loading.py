@@ -6,7 +6,6 @@ This module parses; reading files and the environment is done by the caller, who
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -19,6 +18,7 @@ from kvstore.config.storage_url import StorageUrl
 from kvstore.directory_url import DirectoryUrl
 from kvstore.errors import Invalid
 from kvstore.keys import check_id
+from kvstore.toml_text import parse_toml
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -70,10 +70,7 @@ def load(
 
 
 def _from_toml(text: str, name: str, put: Any) -> dict[str, Tenant]:
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{name} is not valid TOML: {error}") from None
+    document = parse_toml(text, name)
     tenants = document.pop("tenants", {})
     for section, fields in document.items():
         if not isinstance(fields, dict):

@@ -14,6 +14,7 @@ _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _SECONDS: Final = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 86400, "W": 604800}
+_MOST: Final = (1 << 63) - 1
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -29,7 +30,10 @@ def _quantity(text: str | int, units: Mapping[str, int], field: str, example: st
     match = _QUANTITY.fullmatch(str(text))
     if match is None or match[2].upper() not in units:
         raise Invalid(f"{field} is {text!r}; write it like {example}")
-    return int(float(match[1]) * units[match[2].upper()])
+    number = float(match[1]) * units[match[2].upper()]
+    if number > _MOST:
+        raise Invalid(f"{field} is {str(text)[:40]!r}; at most {_MOST} is possible")
+    return int(number)
 
 
 def parse_bytes(text: str | int, field: str = "size") -> Bytes:
@@ -44,6 +48,8 @@ def parse_seconds(text: str | int, field: str = "duration") -> Seconds:
 
 def convert(kind: Any, value: object, field: str) -> object:
     """What a text or a value of TOML means for a field of this type. Raises `Invalid`, which names the field."""
+    if isinstance(value, str) and not value.isascii() and value.encode(errors="replace").decode() != value:
+        raise Invalid(f"{field} is {value!r}; it must be valid UTF-8")  # as the system hands over a variable that is none
     if kind is Bytes and isinstance(value, (str, int)):
         return parse_bytes(value, field)
     if kind is Seconds and isinstance(value, (str, int)):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -15,6 +14,7 @@ from kvstore.errors import Invalid
 from kvstore.gateway.engines import EngineSettings
 from kvstore.gateway.proxy import Bounds
 from kvstore.server.auth import check_exposed
+from kvstore.toml_text import parse_toml
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,10 +59,7 @@ def load(text: str, name: str = "gateway.toml", *, engines: Sequence[str] = (), 
     Raises:
         Invalid: The file is not TOML, or something in it or in the flags does not fit.
     """
-    try:
-        found: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{name} is not valid TOML: {error}") from None
+    found = parse_toml(text, name)
     found |= {key: value for key, value in flags.items() if value not in {None, ""}}
     table = found.get("engines", {})
     if isinstance(table, dict):

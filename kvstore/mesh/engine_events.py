@@ -83,7 +83,7 @@ def decode(payload: bytes) -> Batch:
         raise Invalid(f"a batch of KV events has {len(payload)} bytes; at most {MAX_BATCH_BYTES}")
     try:
         found = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Invalid(f"a batch of KV events is no MessagePack: {error}") from None
     if isinstance(found, dict):
         found = [found.get("ts"), found.get("events"), found.get("data_parallel_rank")]
@@ -117,13 +117,14 @@ def _event(name: str, fields: Mapping[str, Any]) -> Event:
     hashes = fields.get("block_hashes")
     if name == "BlockRemoved":
         return msgspec.convert({"hashes": hashes}, Removed)
+    extra = fields.get("extra_keys") or ()
     stored = msgspec.convert(
         {
             "hashes": hashes,
             "parent": fields.get("parent_block_hash"),
             "tokens": fields.get("token_ids"),
             "block_tokens": fields.get("block_size"),
-            "extra": [each or () for each in fields.get("extra_keys") or ()],
+            "extra": [each or () for each in extra] if isinstance(extra, list) else extra,
             "lora": fields.get("lora_name") or "",
         },
         Stored,

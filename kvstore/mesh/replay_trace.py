@@ -63,7 +63,7 @@ def read(path: Path) -> list[Request]:
                     continue
                 try:
                     line = decoder.decode(raw)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise Invalid(f"{path.name}, line {number}: {error}") from None
                 if len(line.hash_ids) > -(-line.input_length // BLOCK_TOKENS):
                     raise Invalid(f"{path.name}, line {number}: more hash_ids than an input_length of {line.input_length} fills")

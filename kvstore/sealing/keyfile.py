@@ -7,7 +7,6 @@ import binascii
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.errors import Denied, Invalid
+from kvstore.toml_text import parse_toml
 
 SECRET: Final = 32
 _SALT: Final = 32
@@ -80,11 +80,16 @@ class MasterKeys:
             raise Invalid(f"[encryption] key_file {path} may be read by others than its owner", remedy=f"chmod 600 {path}")
         if len(text) > _MOST_BYTES:
             raise Invalid(f"[encryption] key_file {path} is larger than {_MOST_BYTES} bytes: it is no key file")
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> MasterKeys:
+        """What a key file holds. Raises `Invalid`, and repeats nothing of it."""
         try:
-            found = msgspec.convert(tomllib.loads(text.decode()), _File).keys
-            return cls([_master(entry, path) for entry in found], path)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError):  # whose words may hold what stands there
+            found = msgspec.convert(parse_toml(text.decode(), path), _File).keys
+        except (Invalid, UnicodeDecodeError, msgspec.ValidationError):  # whose words may hold what stands there
             raise Invalid(f"[encryption] key_file {path} is no TOML with [[keys]], each with `id` and `secret`") from None
+        return cls([_master(entry, path) for entry in found], path)
 
     @property
     def ids(self) -> list[str]:
