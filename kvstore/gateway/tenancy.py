@@ -6,6 +6,7 @@ the same id. So both are bound to whoever asks, whatever the request says.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ from kvstore.errors import Invalid
 from kvstore.gateway.asked import SMALL, Asked, size
 
 _CONTEXT: Final = "kvtier gateway 2026 cache salt of a tenant"
+_NO_HEADER: Final = re.compile(r"[\x00-\x1f\x7f]")  # what no header can carry
 _INSIDE: Final = ("vllm_xargs", "kv_transfer_params")  # where engines look for ids
 _NAMES: Final = frozenset(name.lower() for name in (*SESSION, *PARENT))
 _HEADERS: Final = (HEADER, *OTHER_HEADERS, *PARENT_HEADERS)
@@ -53,11 +55,15 @@ def of_tenant(wanted: Asked, tenant: str, *, header: str = "") -> Asked:
         header: The further header that may hold a session's id.
 
     Raises:
-        Invalid: Ids may be hidden in `vllm_xargs` or `kv_transfer_params`: they are no objects, or too large to be looked into.
+        Invalid: An id has control characters. Or ids may be hidden in `vllm_xargs` or `kv_transfer_params`: they are no objects, or
+            too large to be looked into.
     """
     salt = salted(tenant, wanted.salt)
     ids = {FIELD: session_name(tenant, wanted.session), PARENT_FIELD: session_name(tenant, wanted.parent)}
     told = {name: value for name, value in ids.items() if value}
+    for name, value in told.items():
+        if _NO_HEADER.search(value):
+            raise Invalid(f"{name} must not contain control characters")
     fields: dict[str, Any] = {
         "cache_salt": salt,
         **{name: ids[_meant(name)] for name in (*SESSION, *PARENT) if name in wanted.fields},

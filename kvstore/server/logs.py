@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from kvstore.clock import Ids
@@ -40,6 +41,19 @@ class LogFormat(StrEnum):
 
     text = "text"
     json = "json"
+
+
+class _Unquoted(logging.Filter):
+    """What is no HTTP, aiohttp tells with a traceback and the bytes that it stopped at: credentials and prompts are in them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is to be written. It loses its traceback, and counts no more than other requests do."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+            record.msg, record.args = f"{record.getMessage()}: it is no HTTP ({type(error).__name__})", ()
+            return logging.getLogger().isEnabledFor(logging.INFO)
+        return True
 
 
 class _Text(logging.Formatter):
@@ -73,6 +87,7 @@ def log_to_stderr(level: int, form: LogFormat) -> None:
     handler.setFormatter(JsonLines() if form is LogFormat.json else text)
     logging.basicConfig(level=level, handlers=[handler])
     logging.getLogger("botocore").setLevel(max(level, logging.WARNING))  # it tells of every look-up of credentials
+    handler.addFilter(_Unquoted())
     _access.setLevel(level if form is LogFormat.json else logging.WARNING)
 
 

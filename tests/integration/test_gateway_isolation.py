@@ -193,6 +193,15 @@ async def test_an_id_cannot_be_hidden_from_the_gateway(stage, place, value):
     assert stage.fleet.engines["a"].seen == []
 
 
+@pytest.mark.parametrize("text", ["a\r\nX-Session-ID: acme/b", "a\nb", "a\0b"])
+@pytest.mark.parametrize("field", ["session_id", "parent_session_id"])
+async def test_an_id_that_no_header_can_carry_is_refused(stage, field, text):
+    for fields in ({field: text}, {"vllm_xargs": {field: text}}, {"kv_transfer_params": {field: text}}):
+        status, said = await stage.ask("POST", CHAT, stage.bearer("acme"), json={"model": "m", "messages": [], **fields})
+        assert (status, field.encode() in said) == (400, True)
+    assert stage.fleet.engines["a"].seen == []
+
+
 async def test_an_engines_own_key_is_the_gateways_to_show(tmp_path):
     key = tmp_path / "key"
     key.write_text("sk-engine\n")

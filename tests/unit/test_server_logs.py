@@ -1,5 +1,6 @@
 """What a process says on stderr: requests with their ids, and never a token, a query or a header."""
 
+import asyncio
 import json
 import logging
 
@@ -98,6 +99,28 @@ async def test_what_a_caller_sends_is_not_logged(said, url):
     assert "5e5e" not in text
     assert "hunter" not in text
     assert "Bearer kvt_0123456789abcdef_***" in text  # which token it was may be known
+
+
+@pytest.mark.parametrize("form", LogFormat)
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\nHost: h\nAuthorization: Bearer sk-hunter2\n\n{}",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n9;x\r\nhunter2hunter2\r\n0\r\n\r\n",
+        b"hunter2 Bearer sk-hunter2\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_not_quoted(said, url, form, request_bytes):
+    said(form)
+    logging.getLogger("aiohttp.server").setLevel(logging.DEBUG)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(request_bytes)
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    logging.getLogger("aiohttp.server").setLevel(logging.NOTSET)
+    text = [line for line in map(str, said()) if "Error handling request from 127.0.0.1: it is no HTTP" in line]
+    assert len(text) == 1
+    assert "hunter" not in text[0]
 
 
 @pytest.mark.parametrize("said_id", ["two words", 'a"b', "x" * 129, ""])
