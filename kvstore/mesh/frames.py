@@ -31,6 +31,7 @@ RAW: Final = 0
 CODED: Final = 1
 _MISSES: Final = tuple(Miss)  # from 2 on
 _FRAME: Final = struct.Struct("<BxxxIQ")  # what, place in the request, length
+_PADDING: Final = bytes(3)
 _LINE: Final = 12  # a chunk's size in ten hex digits, and the end of that line
 FRAME_BYTES: Final = _LINE + _FRAME.size
 
@@ -88,7 +89,8 @@ def parse_frame(data: bytes) -> Frame:
     """The frame in exactly `FRAME_BYTES`. Raises `Malformed`."""
     line, rest = data[:_LINE], data[_LINE:]
     what, place, nbytes = _FRAME.unpack(rest)
-    if line != b"%010x\r\n" % (nbytes + _FRAME.size) or what >= 2 + len(_MISSES) or (what > CODED and nbytes):
+    known = what < 2 + len(_MISSES) and rest[1:4] == _PADDING
+    if line != b"%010x\r\n" % (nbytes + _FRAME.size) or not known or (what > CODED and nbytes):
         raise Malformed(f"no frame: {data[:_LINE]!r}")
     return Frame(place, nbytes, what == CODED, _MISSES[what - 2] if what > CODED else None)
 
