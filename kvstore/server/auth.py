@@ -101,8 +101,11 @@ class Keyring:
 
     def _read(self) -> Tokens:
         try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+            with open(self._path, "rb", opener=_unblocked) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                if not stat.S_ISREG(mode):
+                    raise Invalid(f"auth.tokens_file {self._path} is no file")
+                if mode & stat.S_IWOTH:
                     raise Invalid(f"auth.tokens_file {self._path} may be written by anybody", remedy=f"chmod o-w {self._path}")
                 data = file.read(MAX_FILE + 1)
         except OSError as error:
@@ -113,6 +116,11 @@ class Keyring:
             return Tokens.parse(data.decode(), str(self._path))
         except UnicodeDecodeError:
             raise Invalid(f"auth.tokens_file {self._path} is not UTF-8") from None
+
+
+def _unblocked(path: str, flags: int) -> int:
+    """Opens at once, a pipe that nobody writes to included: the node's loop would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def door(auth: AuthSettings, clock: Clock) -> Door:

@@ -169,6 +169,20 @@ def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(tmp_path):
         Keyring(str(path), VirtualClock())
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_in_the_files_place_is_not_waited_for(tmp_path):
+    token = new_token(IDS, "acme", ("read",))
+    path, clock = tmp_path / "tokens.toml", VirtualClock()
+    path.write_text(file_of(one=token))
+    ring = Keyring(str(path), clock)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    clock.advance(1)
+    assert ring.admit(f"Bearer {token[0]}").token == token[1]
+    with pytest.raises(Invalid, match="is no file"):
+        Keyring(str(path), clock)
+
+
 def test_without_tokens_everybody_is_the_default_tenant():
     assert Open().admit("Bearer whatever-there-is") == everything("default")
 
