@@ -104,10 +104,23 @@ def test_the_five_minutes_a_lost_node_the_sessions_page_and_a_backup(tmp_path, u
         assert capsys.readouterr().out.splitlines() == ["ready 960 of 960", "example-child 1 960", "512"]
 
 
-def test_the_table_of_the_sizing_page_is_what_the_command_prints():
+def test_the_figures_of_the_sizing_page_are_those_of_the_command():
+    page = (ROOT / "docs/sizing.md").read_text()
     [(line, shown)] = [each for each in typed("sizing.md") if each[0].startswith("kvtier plan")]
-    result = CliRunner().invoke(app, shlex.split(line)[1:], env={"XDG_CONFIG_HOME": "/nonexistent"}, catch_exceptions=False)
+    result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
     assert [row.split() for row in result.output.splitlines()] == [row.split() for row in shown.splitlines()]
+    prices = re.findall(
+        r"^(put_1000|get_1000|list_1000|gb_month|gpu_hour) = ([\d.]+)", (ROOT / "docs/cost.md").read_text(), re.MULTILINE
+    )
+    assert len(prices) == 5
+    more = [word for name, price in [*prices, ("prefill", "12000")] for word in ("--set", f"prices.{name}={price}")]
+    quoted = {"1d": ("requests", "storage", "avoided"), "7d": ("storage",)}
+    for ttl, names in quoted.items():
+        again = [*shlex.split(line.replace("--ttl 1d", f"--ttl {ttl}"))[1:], *more, "--format", "json"]
+        rows = map(json.loads, CliRunner().invoke(app, again, catch_exceptions=False).stdout.splitlines())
+        found = {row["name"]: row["value"] for row in rows}
+        for name in names:
+            assert f"{found[name]:,.0f} USD" in page.replace("\n", " "), (ttl, name, found[name])
 
 
 def test_every_command_that_the_pages_name_exists():
