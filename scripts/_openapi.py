@@ -15,6 +15,8 @@ from kvstore.errors import KINDS, Problem
 
 _REF = "#/components/schemas/{name}"
 _SCHEME = "access"
+_HEX64 = "^[0-9a-f]{64}$"
+_OF_A_BODY = {"413": "The body is too long.", "415": "The content type is not application/json."}
 
 
 def openapi() -> bytes:
@@ -70,7 +72,7 @@ def _operation(call: Call, components: dict[str, Any], bodies: set[str]) -> dict
     needed = [field for field in schema.get("required", []) if field in rest]
     if call.method in {"POST", "PUT"} and rest:
         body = f"{name}Body"
-        components[body] = {**schema, "title": body, "properties": rest, "required": needed}
+        components[body] = {**schema, "title": body, "properties": rest, "required": needed, "additionalProperties": False}
         if not needed:
             del components[body]["required"]
         bodies.add(body)
@@ -84,6 +86,8 @@ def _operation(call: Call, components: dict[str, Any], bodies: set[str]) -> dict
         operation["parameters"] = parameters
     answer = {"schema": {"$ref": _REF.format(name=call.answer.__name__)}}
     operation["responses"] = _responses(str(call.status), "Done.", "application/json", answer)
+    if call.method in {"POST", "PUT"}:
+        operation["responses"] |= {bad: {"$ref": f"#/components/responses/{bad}"} for bad in _OF_A_BODY}
     return operation
 
 
@@ -94,12 +98,12 @@ def _security(scope: Need) -> list[dict[str, list[str]]]:
 def _responses(status: str, about: str, content_type: str, content: dict[str, Any]) -> dict[str, Any]:
     """What an operation answers: this, or a problem."""
     good = {status: {"description": about, "content": {content_type: content}}}
-    return good | {bad: {"$ref": f"#/components/responses/{bad}"} for bad in _problems()}
+    return good | {bad: {"$ref": f"#/components/responses/{bad}"} for bad in _problems() if bad not in _OF_A_BODY}
 
 
 def _streams() -> dict[str, Any]:
     """The paths beside the table: block bytes, the progress of a restore as events, metrics."""
-    hex64 = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    hex64 = {"type": "string", "pattern": _HEX64}
     block = [
         _parameter("namespace", "path", hex64, required=True),
         _parameter("shard", "path", {"type": "string", "description": "Such as `t0of1.p0of1.g0`."}, required=True),
@@ -111,7 +115,14 @@ def _streams() -> dict[str, Any]:
         _parameter("reach", "query", {"enum": list(get_args(Tier)), "description": "The farthest tier to ask."}, required=False),
     ]
     octets = {"schema": {"type": "string", "format": "binary"}}
-    event = {"schema": {"type": "string", "description": f"Each event's data is a {RestoreStatus.__name__}."}}
+    event = {
+        "schema": {
+            "type": "object",
+            "description": f"One of the events: its name is the restore's state, its data a {RestoreStatus.__name__} as JSON.",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": "application/json"}},
+            "required": ["event", "data"],
+        }
+    }
     return {
         "/v1/blocks/{namespace}/{shard}/{prefix_id}": {
             "parameters": block,
@@ -155,19 +166,22 @@ def _streams() -> dict[str, Any]:
 
 def _parameter(name: str, place: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:
     plain = {key: value for key, value in schema.items() if key != "description"}
+    if name == "namespace":
+        plain["pattern"] = _HEX64 if required else "^([0-9a-f]{64})?$"
     about = {"description": schema["description"]} if "description" in schema else {}
     return {"name": name, "in": place, "required": required, **about, "schema": plain}
 
 
 def _problems() -> dict[str, Any]:
-    """One response for each HTTP status that a kind of error maps to."""
+    """One response for each HTTP status that a kind of error maps to, and for those of bodies that nobody looks into."""
     statuses: dict[str, list[str]] = {}
     for kind, known in KINDS.items():
         statuses.setdefault(str(known.http), []).append(kind)
+    told = {status: f"Kinds: {', '.join(kinds)}." for status, kinds in statuses.items()} | _OF_A_BODY
     return {
         status: {
-            "description": f"Kinds: {', '.join(kinds)}.",
+            "description": about,
             "content": {"application/problem+json": {"schema": {"$ref": _REF.format(name="Problem")}}},
         }
-        for status, kinds in sorted(statuses.items())
+        for status, about in sorted(told.items())
     }
