@@ -103,7 +103,8 @@ def rotate(
 ) -> None:
     """Wrap all keys in the bucket under the first key of the key file; or, for a tenant, make a new data key.
 
-    No block is rewritten. Once it has ended well, older master keys may leave the file.
+    No block is rewritten. All nodes need the file before. Once it has ended well, and they were restarted, older master keys may
+    leave the file.
     """
     loaded = read(config, settings, {"store.url": store}).settings
     done = asyncio.run(_rotated(loaded, folder_of_up(data, config), tenant))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import os
 import re
 import stat
@@ -19,6 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvstore.errors import Denied, Invalid
 from kvstore.toml_text import parse_toml
 
+log = logging.getLogger(__name__)
 SECRET: Final = 32
 _SALT: Final = 32
 _DOMAIN: Final = b"kvtier.wrap.1"
@@ -49,19 +51,27 @@ class Wrapped(msgspec.Struct, frozen=True):
 
 
 class MasterKeys:
-    """What is in a key file.
+    """What is in a key file, which is read again where that matters: before something is wrapped, and where a key is missing.
+
+    A node that went on with the keys of its start would wrap new tenants' keys under a master key that is about to be thrown away.
 
     Args:
         keys: The first one wraps; all of them unwrap.
         source: The file's name, for messages.
+        renewed: Whether it is read again.
+
+    Attributes:
+        current: Wraps.
+        by_id: All of them, the current one first as long as nothing was renewed.
     """
 
-    def __init__(self, keys: Sequence[MasterKey], source: str = "") -> None:
+    def __init__(self, keys: Sequence[MasterKey], source: str = "", *, renewed: bool = False) -> None:
         if not keys:
             raise Invalid(f"key file {source} holds no key", remedy="make one with `kvtier keys new`")
         if len({key.id for key in keys}) < len(keys):
             raise Invalid(f"key file {source} names a key id twice")
-        self.current, self._keys, self.source = keys[0], {key.id: key for key in keys}, source
+        self.current, self.by_id, self.source = keys[0], {key.id: key for key in keys}, source
+        self._renewed, self._wrong = renewed, ""
 
     @classmethod
     def read(cls, path: str) -> MasterKeys:
@@ -80,24 +90,35 @@ class MasterKeys:
             raise Invalid(f"[encryption] key_file {path} may be read by others than its owner", remedy=f"chmod 600 {path}")
         if len(text) > _MOST_BYTES:
             raise Invalid(f"[encryption] key_file {path} is larger than {_MOST_BYTES} bytes: it is no key file")
-        return cls.parse(text, path)
+        return cls.parse(text, path, renewed=True)
 
     @classmethod
-    def parse(cls, text: bytes, path: str) -> MasterKeys:
+    def parse(cls, text: bytes, path: str, *, renewed: bool = False) -> MasterKeys:
         """What a key file holds. Raises `Invalid`, and repeats nothing of it."""
         try:
             found = msgspec.convert(parse_toml(text.decode(), path), _File).keys
         except (Invalid, UnicodeDecodeError, msgspec.ValidationError):  # whose words may hold what stands there
             raise Invalid(f"[encryption] key_file {path} is no TOML with [[keys]], each with `id` and `secret`") from None
-        return cls([_master(entry, path) for entry in found], path)
+        return cls([_master(entry, path) for entry in found], path, renewed=renewed)
 
     @property
     def ids(self) -> list[str]:
         """All of them, the current one first."""
-        return list(self._keys)
+        return list(self.by_id)
 
     def wrap(self, secret: bytes, place: str) -> Wrapped:
-        """Wrap under the current key. `place` is bound: what was wrapped for one place is worth nothing at another."""
+        """Wrap under the current key. `place` is bound: what was wrapped for one place is worth nothing at another.
+
+        Raises:
+            Denied: `no_key`: the file holds other keys than this process began with. What it wrapped might never be opened again.
+        """
+        found = self._renew()
+        if found is not None and self.current.id not in found.by_id:
+            raise Denied(
+                f"{place} is not wrapped under master key {self.current.id!r}, which {self.source} does not hold any more",
+                kind="no_key",
+                remedy="restart the node, so that it begins with the key file as it is now",
+            )
         salt = os.urandom(_SALT)
         return Wrapped(self.current.id, salt + _cipher(self.current, salt).encrypt(bytes(12), secret, place.encode()))
 
@@ -107,7 +128,9 @@ class MasterKeys:
         Raises:
             Denied: `no_key`: this file has not that key, or another one under its id.
         """
-        key = self._keys.get(wrapped.master)
+        if wrapped.master not in self.by_id:
+            self._renew()
+        key = self.by_id.get(wrapped.master)
         if key is None:
             raise Denied(
                 f"{place} is wrapped under master key {wrapped.master!r}, which is not in {self.source or 'the key file'}",
@@ -121,6 +144,24 @@ class MasterKeys:
                 f"{place} does not open with master key {wrapped.master!r} of {self.source or 'the key file'}: it is another key",
                 kind="no_key",
             ) from None
+
+    def _renew(self) -> MasterKeys | None:
+        """What the file holds now, taken up. None where it is no good, or names another key by a known id: that changes nothing."""
+        if not self._renewed:
+            return None
+        try:
+            found = MasterKeys.read(self.source)
+            if any(self.by_id.get(key.id, key) != key for key in found.by_id.values()):
+                raise Invalid(f"[encryption] key_file {self.source} has another key by a known id")  # noqa: TRY301
+        except Invalid as error:
+            if error.message != self._wrong:  # said once, not for every read
+                log.warning("%s; the master keys read before stay", error.message)
+            self._wrong = error.message
+            return None
+        self.by_id, self._wrong = {**self.by_id, **found.by_id}, ""
+        if self.current.id in found.by_id:
+            self.current = found.current
+        return found
 
 
 def spelled(key: MasterKey) -> str:

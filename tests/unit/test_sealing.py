@@ -148,6 +148,30 @@ def test_a_key_file_wraps_under_its_first_key_and_unwraps_under_all(tmp_path):
     assert "secret=" not in repr(new)
 
 
+def test_a_key_file_that_changed_is_taken_up_where_it_matters(tmp_path, caplog):
+    old, new, path = made("old"), made("new"), tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text(spelled(old))
+    running, later = MasterKeys.read(str(path)), MasterKeys.read(str(path))
+    for broken in ("[[keys", "", spelled(made("old")), spelled(new) + spelled(made("old"))):
+        path.write_text(broken)
+        for _ in range(2):
+            assert running.wrap(b"secret", "place").master == "old"
+    assert len(caplog.records) == 2  # what is no key file, and what has another key by a known id: each is said once
+    path.write_text(spelled(new) + spelled(old))
+    wrapped = running.wrap(b"secret", "place")  # by a node that was not restarted
+    assert wrapped.master == running.current.id == "new"
+    assert later.unwrap(wrapped, "place") == b"secret"
+    path.write_text(spelled(new))
+    for begun_with in (old, made("old")):
+        stale = MasterKeys([begun_with], str(path), renewed=True)
+        with pytest.raises(Denied, match="any more"):
+            stale.wrap(b"secret", "place")
+        assert stale.unwrap(wrapped, "place") == b"secret"
+    path.unlink()
+    assert running.unwrap(MasterKeys([old]).wrap(b"secret", "place"), "place") == b"secret"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "keys = 3", '[[keys]]\nid = "a"\nsecret = "c2hvcnQ="', '[[keys]]\nid = "a b"\nsecret = "%s"' % ("A" * 43 + "="), "\x00"],
