@@ -107,7 +107,7 @@ def _check(settings: Settings) -> None:
     _check_events(settings.node)
     check_tls(settings.tls)
     for name, tenant in settings.tenants.items():
-        if min(tenant.max_sessions, tenant.requests) < 0:
+        if tenant.max_sessions < 0 or not 0 <= tenant.requests < math.inf:  # NaN is neither, and would limit nothing
             raise Invalid(f"tenants.{name}: max_sessions and requests must be at least 0 (0: no limit)")
     _check_prices(settings.prices)
     _check_peers(settings.peers)

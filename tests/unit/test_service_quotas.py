@@ -205,7 +205,8 @@ async def test_a_bucket_that_cannot_be_counted_keeps_nobody_from_local_promises(
 
 
 @pytest.mark.parametrize(
-    "line", ["max_bytes = '4 bananas'", "max_byte = 1", "max_sessions = -1", "requests = -0.5", "max_sessions = 'many'"]
+    "line",
+    ["max_bytes = '4 bananas'", "max_byte = 1", "max_sessions = -1", "requests = -0.5", "requests = nan", "max_sessions = 'many'"],
 )
 def test_a_quota_that_is_none_is_refused(line):
     with pytest.raises(Invalid, match="tenants"):
