@@ -187,7 +187,7 @@ class _Face:
                 async with asking as answer:
                     body = await read(answer, _MODELS)
                     if body is None:
-                        raise Unavailable(f"the list of models of {engine} is longer than {_MODELS} bytes", remedy=LOOK)
+                        raise Unavailable(f"the list of models of {engine.name} is longer than {_MODELS} bytes", remedy=LOOK)
                     return web.Response(body=body, status=answer.status, headers=passed_on(answer.headers))
             except (aiohttp.ClientError, TimeoutError) as error:
                 engine.down(told(error))

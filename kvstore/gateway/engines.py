@@ -145,10 +145,10 @@ class Engines:
         return [engine for engine in self.all.values() if engine.ready]
 
     def refusal(self) -> Overloaded | Unavailable:
-        """Why none may be sent a request: those that could are full, or there are none."""
+        """Why none may be sent a request: those that could are full, or there are none. Where they are is not told to everybody."""
         if any(engine.up and not engine.draining for engine in self.all.values()):
             return Overloaded("every engine that is up has as many requests as it may have", remedy=LOOK)
-        states = ", ".join(f"{engine} is {'drained' if engine.up else 'down'}" for engine in self.all.values())
+        states = ", ".join(f"{engine.name} is {'drained' if engine.up else 'down'}" for engine in self.all.values())
         return Unavailable(f"no engine takes requests: {states}", remedy=LOOK)
 
     async def look(self) -> None:

@@ -184,10 +184,10 @@ class Proxy:
             try:
                 return await self._through(request, wanted, choice, engine)
             except _Elsewhere as error:
-                why = f"{engine}: {error}"
+                why = f"{engine.name}: {error}"
                 dead += error.died
                 self.counts["retried"] += 1
-                log.warning("a request failed before its first byte at %s", why)
+                log.warning("a request failed before its first byte at %s: %s", engine, error)
         if self._stopped:
             self.counts["failed"] += 1
             raise Unavailable("this gateway is stopping", remedy="ask another one")
@@ -272,14 +272,14 @@ class Proxy:
                 raise _Elsewhere("this gateway is stopping") from None
             self.counts["failed"] += 1
             raise Unavailable(
-                f"the answer of {engine} did not end in {self._bounds.whole_s:g} s",
+                f"the answer of {engine.name} did not end in {self._bounds.whole_s:g} s",
                 kind="timeout",
                 remedy="ask for a stream or for fewer tokens, or raise bounds.whole_s of the gateway",
             ) from None
         if body is None:
             self.counts["failed"] += 1
             raise Unavailable(
-                f"the answer of {engine} is longer than {self._bounds.whole} bytes",
+                f"the answer of {engine.name} is longer than {self._bounds.whole} bytes",
                 remedy="ask for a stream or for fewer tokens, or raise bounds.whole of the gateway",
             )
         return response, body

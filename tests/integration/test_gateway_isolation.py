@@ -221,7 +221,20 @@ async def test_which_engines_there_are_is_for_admin(stage):
     url = stage.fleet.engines["a"].url.encode()
     for header, told in (("", False), (stage.bearer("acme"), False), (stage.bearer("ops", ["admin"]), True)):
         status, text = await stage.ask("GET", "/readyz", header)
-        assert (status, url in text) == (503, told)
+        assert (status, b"a is down" in text, url in text) == (503, told, False)
+
+
+@pytest.mark.parametrize("fault", ["down", "503", "refuse", "huge head"])
+async def test_no_failure_tells_a_tenant_where_engines_are(stage, fault):
+    engine, header = stage.fleet.engines["a"], stage.bearer("acme")
+    engine.fault, engine.well = fault, fault != "down"
+    for _ in range(2 * (fault == "down")):
+        await stage.fleet.gateway.routing._engines.look()
+    for method, path in (("POST", CHAT), ("GET", "/v1/models")):
+        status, text = await stage.ask(method, path, header, **({"json": BODIES[path]} if path in BODIES else {}))
+        assert status == 503
+        assert re.search(rb'"detail":"[^"]*\ba\b', text)
+        assert engine.url.partition("//")[2].encode() not in text
 
 
 async def test_a_gateway_is_reached_by_tls_and_from_elsewhere_by_nothing_else(tmp_path):
