@@ -72,7 +72,11 @@ def parse_deletion(body: str, what: str) -> list[str]:
         KVTierError: As `parse_page`.
     """
     root = _root(body, "DeleteResult", what)
-    return [_text(error, "Key") for error in root.iterfind("Error") if error.findtext("Code") not in {"NoSuchKey", "NoSuchVersion"}]
+    refused = [error for error in root.iterfind("Error") if error.findtext("Code") not in {"NoSuchKey", "NoSuchVersion"}]
+    try:
+        return [_text(error, "Key") for error in refused]
+    except ValueError as error:
+        raise no_answer(what, f"a list of what was not deleted that makes no sense: {error}") from error
 
 
 def _root(body: str, expected: str, what: str) -> ET.Element:

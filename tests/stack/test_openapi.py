@@ -1,4 +1,4 @@
-"""schema/openapi.yaml against a real node, with and without access tokens: Schemathesis makes requests from it, right and wrong ones.
+"""schema/openapi.yaml against a real node, with and without access tokens: Schemathesis asks as it says, and as it does not.
 
 The gateway's own paths have no specification, so they are not here.
 """
@@ -45,7 +45,19 @@ def node(tmp_path):
 
 def ran(folder, specification, url, phases, *more):
     (config := folder / "schemathesis.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", config, "run", specification, "-u", url, "--phases", phases]
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "--config-file",
+        config,
+        "run",
+        specification,
+        "-u",
+        url,
+        "--phases",
+        phases,
+    ]
     options = ["-n", EXAMPLES, "--seed", SEED, "--checks", "all", "--exclude-checks", NOT, "--continue-on-failure", "--no-color"]
     return subprocess.run([*command, *options, *more], capture_output=True, text=True, check=False, cwd=folder)
 

@@ -6,7 +6,7 @@ import json
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvstore.connectors.session_names import fields_of, session_of, with_xargs
+from kvstore.connectors.session_names import SESSION, fields_of, session_of, with_xargs
 from kvstore.errors import Corrupt, Invalid, KVTierError
 from kvstore.gateway.asked import CHAT, COMPLETIONS, PROMPT, asked
 from kvstore.gateway.routes import RouteAsked
@@ -89,7 +89,10 @@ def _bound(theirs):
     except (ValueError, RecursionError):  # an engine refuses it as well
         return
     same(said["cache_salt"], theirs.salt)
-    for place in (said, said.get("vllm_xargs"), said.get("kv_transfer_params")):
+    own = {
+        name: said[name] for name in SESSION if name in said
+    }  # beside the fields below, an engine reads them as they are spelled
+    for place in (own, said.get("vllm_xargs"), said.get("kv_transfer_params")):
         session = session_of(place)
         assert not session or session == theirs.session or session.startswith("tenant%2Fa/"), session
 

@@ -33,7 +33,7 @@ def peer_requests(data):
     head, _, body = data.partition(b"\r\n\r\n")
     try:
         path, length = peering._parsed(head)
-        assert path
+        assert isinstance(path, str)
         assert 0 <= length <= frames.MOST_BODY
     except frames.Malformed:
         pass
