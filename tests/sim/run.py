@@ -1,6 +1,7 @@
 """Simulate until the time is over: one round after the other, each with a seed of its own that follows from the first.
 
 python tests/sim/run.py --minutes 10 --seed 7        what scripts/soak runs
+python tests/sim/run.py --minutes 10 --sealed        in an encrypted bucket
 python tests/sim/run.py --round 7000012              one round again, to the last request
 python tests/sim/run.py --round 3 --digest           only the digest of its log
 """
@@ -22,24 +23,25 @@ def main():
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--round", type=int, help="only this one")
+    parser.add_argument("--sealed", action="store_true", help="the bucket is encrypted")
     parser.add_argument("--digest", action="store_true")
     parser.add_argument("--tail", type=int, default=60, help="lines of the log before a violation")
     args = parser.parse_args()
     if args.round is not None:
-        result = simulate(args.round, setup_of(args.round))
+        result = simulate(args.round, setup_of(args.round, sealed=args.sealed))
         if args.digest:
             say(result.digest)
             return 0
         say(json.dumps(summary([args.round], result.counts, result.violations)))
-        return told(result, args.tail)
+        return told(result, args.tail, sealed=args.sealed)
     end, number, counts, rounds = time.monotonic() + 60 * args.minutes, args.seed * STRIDE, Counter(), []
     while time.monotonic() < end:
-        result = simulate(number, setup_of(number))
+        result = simulate(number, setup_of(number, sealed=args.sealed))
         rounds.append(number)
         counts.update(result.counts)
         if result.violations:
             say(json.dumps(summary(rounds, counts, result.violations)))
-            return told(result, args.tail)
+            return told(result, args.tail, sealed=args.sealed)
         number += 1
     say(json.dumps(summary(rounds, counts, [])))
     return 0
@@ -56,11 +58,12 @@ def summary(rounds, counts, violations):
     }
 
 
-def told(result, tail):
+def told(result, tail, *, sealed):
     """What went wrong, and how to see it again."""
     if not result.violations:
         return 0
-    say(*result.tail[-tail:], "", *result.violations, "", f"again: python tests/sim/run.py --round {result.seed}")
+    again = f"again: python tests/sim/run.py --round {result.seed}{' --sealed' if sealed else ''}"
+    say(*result.tail[-tail:], "", *result.violations, "", again)
     return 1
 
 

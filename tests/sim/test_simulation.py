@@ -13,6 +13,7 @@ from simulation.world import Setup, simulate
 
 RUN = Path(__file__).with_name("run.py")
 SEEDS = range(1, 25)
+SEALED = (15, 22)  # rounds that are short
 BOUND = 25  # seeds within which each mutant has to be caught
 REAPING = 5  # a round of those in which dead heads are deleted
 
@@ -22,6 +23,21 @@ def test_i1_to_i7_i9_i12_hold_whatever_fails(seed):
     """See `simulation.truth`, `history` and `world`: i1 i2 i3 i4 i5 i6 i7 i9 i12, with clocks off by up to an hour."""
     result = simulate(seed, setup_of(seed))
     assert result.violations == [], "\n".join([*result.tail[-40:], *result.violations])
+
+
+@pytest.mark.parametrize("seed", SEALED)
+def test_they_hold_in_a_sealed_bucket(seed):
+    result = simulate(seed, setup_of(seed, sealed=True))
+    assert result.violations == [], "\n".join([*result.tail[-40:], *result.violations])
+    assert result.counts["acknowledged"] > 0
+
+
+@pytest.mark.parametrize("name", ["no_seal", "epoch_first", "blind_swap"])
+def test_what_is_wrong_in_a_sealed_bucket_is_seen(name):
+    """By judges who read what is in its objects."""
+    with broken(name) as mutant:
+        violations = simulate(SEALED[0], setup_of(SEALED[0], sealed=True)).violations
+    assert violations[0].split(":")[0] in mutant.rules, violations
 
 
 def test_much_happens_in_these_runs():

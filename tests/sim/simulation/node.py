@@ -5,6 +5,7 @@ import asyncio
 from kvstore import api
 from kvstore.clock import SeededIds
 from kvstore.errors import KVTierError, Unavailable
+from kvstore.keys import Keys
 from kvstore.objects.retry import RetryingStore, RetrySettings
 from kvstore.repo import Proposal, Repo, RepoSettings
 from kvstore.repo.testing import Shelf, inline
@@ -115,7 +116,7 @@ class Node:
         settings = RepoSettings(history=world.setup.history, session_ttl=TTL, period=PERIOD)
         while not life.dead:
             try:
-                async with Repo.open(store, world.keys, clock, ids, inline, settings) as repo:
+                async with Repo.open(store, Keys("r"), clock, ids, inline, settings, sealing=world.sealing) as repo:
                     shelf = Shelf()
                     commits = Commits(Local(self, repo, shelf), self.disk, clock, ids, pending_bytes=1 << 20)
                     await commits.replay()

@@ -6,9 +6,9 @@ from simulation.world import Setup
 SECONDS = 60.0
 
 
-def setup_of(number):
+def setup_of(number, *, sealed=False):
     """As it comes, large, under a limit of bytes, crowded and without older versions, most answers lost, dead heads deleted."""
-    setup = Setup(seconds=SECONDS)
+    setup = Setup(seconds=SECONDS, sealed=sealed)
     match number % 6:
         case 1:
             setup.nodes, setup.users, setup.collectors, setup.history = 5, 16, 3, 1

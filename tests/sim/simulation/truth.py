@@ -72,8 +72,8 @@ class Parsed:
 
 
 class Truth:
-    def __init__(self, world, keys, library):
-        self._world, self._keys, self._library = world, keys, library
+    def __init__(self, world, library):
+        self._world, self._library = world, library
         self.heads = {}  # key -> Head
         self.names = {}  # key -> [(when, Name)]
         self.branches = {}  # id -> BranchLife
@@ -86,6 +86,10 @@ class Truth:
         self._bodies = {}  # register key -> digests seen
         self._bytes = self._named_bytes = 0  # of blocks that are named, and of all that ever came to be
         self._collections = {}  # life -> bytes named when one of its collections began, less all that ever came to be by then
+
+    @property
+    def _keys(self):
+        return self._world.keys
 
     # --- as they take effect ---
 
@@ -101,7 +105,7 @@ class Truth:
                 self.wrong("R9", f"epoch {self.epoch} was followed by {epoch}")
             self.epoch = epoch
             self._fresh(key, body)
-        elif key in self._uses and self._world.memory._objects[key][1].size != len(body):
+        elif key in self._uses and len(self._world.clear[key]) != len(body):
             self.wrong("I1", f"{key} is named and was overwritten by another size")
 
     def gone(self, life, keys):
@@ -200,10 +204,10 @@ class Truth:
         tenant, family = self._keys.parse_head(head_key)
         key = self._keys.manifest_of(tenant, family, name)
         if key not in self._manifests:
-            stored = self._world.memory._objects.get(key)
+            stored = self._world.clear.get(key)
             if stored is None:
                 return None
-            manifest = unpack(stored[0], key)
+            manifest = unpack(stored, key)
             blocks = [
                 {
                     self._keys.block(manifest.namespace, manifest.shards[copy.shard], block.prefix_id, copy.gen): copy.bytes
@@ -219,7 +223,7 @@ class Truth:
     def _index(self, key, head):
         """Everything this head names now; all of it must be there."""
         tenant, family = self._keys.parse_head(key)
-        objects, named = self._world.memory._objects, {}
+        objects, named = self._world.clear, {}
         for branch in head.branches.values():
             for version in versions_of(branch):
                 if not version.manifest:
@@ -228,7 +232,7 @@ class Truth:
                 if at not in objects:
                     self.wrong("I1", f"{key} names {at}, which is absent")
                     continue
-                named[at] = objects[at][1].size
+                named[at] = len(objects[at])
                 parsed = self._parsed(key, version.manifest)
                 if self._library.tenants.get(parsed.namespace) != tenant:
                     self.wrong("I9", f"{key} names blocks of namespace {parsed.namespace[:8]}, which is not {tenant}'s")
@@ -244,7 +248,7 @@ class Truth:
             if self._uses[each] == 1 and self._keys.parse_block(each):
                 self._bytes += named[each]
                 self._named_bytes += named[each]
-            if each not in objects or objects[each][1].size != named[each]:
+            if each not in objects or len(objects[each]) != named[each]:
                 self.wrong("I1", f"{key} names {each}, which is absent or has another size")
         self._named[key] = named
 

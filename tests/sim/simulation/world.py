@@ -6,6 +6,7 @@ import hashlib
 import logging
 import random as randomness  # noqa: TID251  seeded below
 from collections import Counter, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -21,6 +22,7 @@ from simulation.actors import Collector, User
 from simulation.history import History
 from simulation.library import Library
 from simulation.node import Node
+from simulation.seal import Clear
 from simulation.truth import Truth
 from simulation.wire import LONGEST, Life, Rates, StoreClock, Wire, digest, draw, task_of_its_life
 
@@ -42,6 +44,7 @@ class Setup:
     longest: float = LONGEST
     reap: float = 0.0  # seconds that a dead head rests before it is deleted, more than `longest`; 0: it never is
     rates: Rates = field(default_factory=Rates)
+    sealed: bool = False  # the bucket
 
 
 @dataclass
@@ -66,7 +69,8 @@ class World:
         self.memory = MemoryStore(StoreClock(self))
         self.library = Library()
         self.history = History(self)
-        self.truth = Truth(self, self.keys, self.library)
+        self.truth = Truth(self, self.library)
+        self.clear, self.sealing, self._seal = {}, None, None  # every object as it is inside
         self.counts, self.violations = Counter(), []
         self.over = self.closed = False  # users come to an end; nodes do
         self.tail = deque(maxlen=TAIL)
@@ -81,6 +85,9 @@ class World:
     async def run(self):
         asyncio.get_running_loop().set_exception_handler(self._defect)
         asyncio.get_running_loop().set_task_factory(task_of_its_life)
+        if self.setup.sealed:
+            self._seal = await Clear.made(self.memory, StoreClock(self), self.library.tenants)
+            self.keys, self.sealing = self._seal.keys, self._seal.sealing
         self.nodes = [Node(self, f"n{number}") for number in range(self.setup.nodes)]
         users = [User(self, number) for number in range(self.setup.users)]
         collectors = [Collector(self, self.nodes[number % len(self.nodes)]) for number in range(self.setup.collectors)]
@@ -115,7 +122,8 @@ class World:
     async def _last_judgement(self):
         self.history.judge()
         wire = Wire(self, Life(self, Judge(), 1))
-        async with opened(wire, StoreClock(self), SeededIds(self.seed), history=self.setup.history) as repo:
+        masters = None if self.sealing is None else self.sealing.masters
+        async with opened(wire, StoreClock(self), SeededIds(self.seed), masters=masters, history=self.setup.history) as repo:
             for _ in range(2):
                 await collector.collect(repo, now=True, max_skew_s=None)
             stored = {
@@ -135,7 +143,7 @@ class World:
         """I3: every branch that has a name is found by it, at its last version."""
         for branch in self.truth.branches.values():
             for key in branch.names if branch.gone == float("inf") else ():
-                tenant, session = key.split("/")[2:4]
+                tenant, session = key.split("/")[2], self.truth.names[key][-1][1].name
                 try:
                     found = await repo.sessions.get(tenant, session, self.library.namespaces[tenant].id, "main")
                 except KVTierError as error:
@@ -151,14 +159,21 @@ class World:
     async def write(self, life, key, mode, body):
         stored = await self.memory.put(key, body, mode)
         if hasattr(stored, "etag"):
+            body = bytes(body) if self._seal is None else await self._seal.body(key, body)
+            self.clear[key] = body
             self.truth.put(life, key, body, self.now)
         return stored
 
     async def copy(self, life, source, target):
-        return await self.memory.copy(source, target)
+        copied = await self.memory.copy(source, target)
+        if target in self.memory._objects:
+            self.clear[target] = self.clear[source] if source in self.clear else self.clear[target]
+        return copied
 
     async def delete(self, life, keys):
         left = await self.memory.delete(keys)
+        for key in keys:
+            self.clear.pop(key, None)
         self.truth.gone(life, keys)
         return left
 
@@ -216,7 +231,9 @@ def simulate(seed, setup=None):
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with mock.patch.object(reaping, "REAP_S", setup.reap or reaping.REAP_S):
+        salts = randomness.Random(seed)
+        sealed = mock.patch("os.urandom", salts.randbytes) if setup.sealed else nullcontext()
+        with mock.patch.object(reaping, "REAP_S", setup.reap or reaping.REAP_S), sealed:
             return loop.run(World(seed, setup).run())
     finally:
         log.setLevel(before)
