@@ -113,7 +113,7 @@ class _Node:
             dram = await life.enter_async_context(DramTier.open("dram", (sizes * _SET + 128) * MIB, movers))
             everywhere = ["0.0.0.0/0"]  # the slow link is in a network of its own
             links = await life.enter_async_context(Links.open(networks=everywhere, tls=tls))
-            patient = PeerSettings(patience_s=60)
+            patient = PeerSettings(patience_s=60, longest_s=600)  # all is asked of the one that there is
             peers = await life.enter_async_context(Peers.open(name, _Directory(member), links, clock, patient, placement=False))
             lent = StackSettings(lenders=frozenset({"peer"}))
             stack = await life.enter_async_context(Stack.open(dram, None, [peers] if member else [], lent))
