@@ -1,4 +1,4 @@
-"""Encryption of what lies in a bucket: sealed objects, keyed names, and the keys of tenants (docs/design/011-encryption.md)."""
+"""Encryption of what lies in a bucket: sealed objects, keyed names, and the keys of tenants (docs/design/012-encryption.md)."""
 
 from kvstore.sealing.disk import DiskSeals
 from kvstore.sealing.keyfile import MasterKey, MasterKeys, made, spelled
