@@ -65,6 +65,7 @@ def test_importing_kvstore_is_light(record_property):
             "errors",
             "ids",
             "keys",
+            "toml_text",
             "wire",
         )
     }

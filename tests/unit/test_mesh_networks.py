@@ -36,7 +36,7 @@ async def test_a_member_elsewhere_than_in_the_configured_networks_is_told_nothin
             with pytest.raises(OSError, match="is in no network"):
                 await links.holds(member, [bytes(32)])
             with pytest.raises(OSError, match=r"127\.0\.0\.1, the address of b, is in no network"):
-                links.to(member).connect()
+                await links.to(member).holds([bytes(32)])
     with pytest.raises(Invalid, match=r"peers\.networks"):
         async with Links.open(networks=["10.0.0.0/40"]):
             pass
