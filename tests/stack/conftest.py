@@ -1,0 +1,5 @@
+"""A whole node as a person starts it."""
+
+from fakes.up import up
+
+__all__ = ["up"]
