@@ -47,6 +47,8 @@ def load(
 
     def put(section: str, field: str, value: object, source: str) -> None:
         kind = SECTIONS.get(section)
+        if section == "tenants":
+            raise Invalid(f"{source}: tenants belong in a configuration file, each as a table [tenants.<name>]")
         if kind is None:
             raise Invalid(f"{source}: unknown section [{section}]; known: {', '.join(SECTIONS)}")
         if field not in kind.__struct_fields__:

@@ -169,7 +169,10 @@ class Plane:
         """A tenant's tiers. Raises `Denied` where the node does not serve it."""
         found = self._tiers.get(tenant)
         if found is None:
-            raise Denied(f"tenant {tenant!r} is not served by this node: add [tenants.{tenant}] to its settings")
+            raise Denied(
+                f"tenant {tenant!r} is not served by this node",
+                remedy=f"add [tenants.{tenant}] to its settings: they list every tenant that the node serves, `default` too",
+            )
         return found
 
     def allowed(self, uid: int, tenant: str) -> bool:

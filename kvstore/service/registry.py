@@ -46,7 +46,10 @@ class Registry:
         if fields.id != claimed:
             raise Invalid(f"namespace {claimed} is not the id of these fields, which is {fields.id}")
         if fields.tenant != tenant:
-            raise Invalid(f"namespace.tenant is {fields.tenant!r} and the caller is {tenant!r}")
+            raise Invalid(
+                f"namespace.tenant is {fields.tenant!r} and the caller is {tenant!r}",
+                remedy=f'put "tenant": "{tenant}" into the namespace',
+            )
         if claimed not in self._known:
             if self._store is not None:
                 await self._store.put_namespace(fields)

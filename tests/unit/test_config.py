@@ -40,6 +40,12 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(toml, names):
     assert all(name in caught.value.message for name in names), caught.value.message
 
 
+def test_a_tenant_given_as_a_flag_is_sent_to_the_file():
+    with pytest.raises(Invalid, match="configuration file") as caught:
+        load(flags={"tenants.acme.max_sessions": "3"})
+    assert "[tenants.<name>]" in caught.value.message
+
+
 def test_sizes_and_durations():
     assert [parse_bytes(text) for text in ("1", "4KiB", "500MB", "1.5 GiB")] == [1, 4096, 500_000_000, 3 << 29]
     assert [parse_seconds(text) for text in ("1", "30s", "12h", "7d")] == [1, 30, 43_200, 604_800]
