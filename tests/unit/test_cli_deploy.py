@@ -14,6 +14,7 @@ import yaml
 
 from kvstore.access import Tokens
 from kvstore.config import SECTIONS, StorageUrl, load
+from kvstore.errors import Denied
 from kvstore.gateway.settings import load as load_gateway
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,26 @@ def test_the_script_makes_what_the_code_reads_and_changes_nothing_the_second_tim
     assert identities["node"] in before["store-node.aws"].decode()
     assert before["directory.password"] in before["valkey.acl"]
     assert "KVTIER_UID=0" not in (tmp_path / ".env").read_text()
+
+
+def test_a_token_whose_file_was_deleted_is_replaced_and_the_others_stay(tmp_path):
+    (tmp_path / ".env.example").write_text((ROOT / ".env.example").read_text())
+    folder = tmp_path / "secrets"
+
+    def made() -> dict[str, str]:
+        subprocess.run([ROOT / "deploy/make-secrets", tmp_path], check=True, capture_output=True)
+        return {path.name: path.read_text() for path in folder.iterdir()}
+
+    before = made()
+    (folder / "client.token").unlink()
+    after = made()
+    assert {name for name in before if before[name] != after[name]} == {"client.token", "tokens.toml"}
+    tokens = Tokens.parse(after["tokens.toml"])
+    assert len(tokens.known) == 4
+    assert tokens.of(after["client.token"], 0).scopes == {"read", "write"}
+    assert tokens.of(after["operator.token"], 0).scopes == {"admin"}
+    with pytest.raises(Denied):
+        tokens.of(before["client.token"], 0)
 
 
 def test_what_the_image_copies_is_in_the_build_context():
