@@ -1,11 +1,11 @@
 """What an engine with a loop of its own does: names a prompt's blocks, asks for them, publishes what was missing, commits.
 
-    python examples/blocks.py                                        # a store inside this program, in memory
-    kvtier up                                                        # or a node: in another terminal
-    KVTIER_URL=kvtier://127.0.0.1:7878 python examples/blocks.py     # twice: the second time all blocks are there
+    kvtier up                        # in another terminal
+    python examples/blocks.py        # twice: the second time all blocks are there
 
-Needs kvtier[embed]; for a node over HTTP kvtier[node], over its socket (kvtier+unix://...) nothing but kvtier. The KV here is
-made up of numbers that follow from the tokens; a real one comes from the engine's cache.
+KVTIER_URL names another node. Needs kvtier[node]; over a node's socket (kvtier+unix://...) nothing but kvtier. With
+KVTIER_URL=memory://example and kvtier[embed] the store is inside this program, and gone when it ends. The KV here is made up of
+numbers that follow from the tokens; a real one comes from the engine's cache.
 """
 
 import os
@@ -82,6 +82,6 @@ def computed(tokens: np.ndarray) -> np.ndarray:
 
 if __name__ == "__main__":
     try:
-        main(os.environ.get("KVTIER_URL", "memory://example"))
+        main(os.environ.get("KVTIER_URL", "kvtier://127.0.0.1:7878"))
     except KVTierError as error:
         sys.exit(f"error: {error.message}\n  {error.remedy}")

@@ -2,7 +2,7 @@
 
 Whatever the command's descendants leave orphaned becomes a child of this process (PR_SET_CHILD_SUBREAPER), even after a
 double fork with a cleaned environment; so after the command ended, every living child here is a leak. Leaks are named, ended and
-turn exit status 0 into 1.
+turn exit status 0 into 1. A command that a signal ended gives 128 and its number, as in a shell.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     status = process.wait()
+    if status < 0:
+        print(f"leaks: the run was ended by signal {-status} ({signal.Signals(-status).name})", file=sys.stderr)
+        status = 128 - status
     leaked = _left_after(GRACE_S)
     for pid, what in leaked.items():
         print(f"leaks: the run left process {pid} behind: {what}", file=sys.stderr)
@@ -44,7 +47,7 @@ def main(command: list[str]) -> int:
     if leaked:
         return status or 1
     print("leaks: no process was left behind", file=sys.stderr)
-    return status if status >= 0 else 128 - status
+    return status
 
 
 def _left_after(seconds: float) -> dict[int, str]:

@@ -30,7 +30,7 @@ _COUNTED: Final = (
 def cost(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> None:
     """What each tenant and namespace cost since the node started, and what they saved.
 
-    Requests, bytes and tokens are counted. Seconds of computing and sums are estimates by [prices] of the node's settings.
+    Requests, bytes and tokens are counted. Seconds of computing and sums are estimates by \\[prices] of the node's settings.
     """
     with open_sync(url) as kv:
         found = kv.stats()
@@ -81,11 +81,11 @@ def _basis(prices: api.Prices) -> str:
 
 
 def _money(value: float) -> str:
-    return f"{value:,.4f}" if abs(value) < 1 else f"{value:,.2f}"
+    return f"{value:z,.4f}" if abs(value) < 1 else f"{value:,.2f}"
 
 
 def _signed(seconds: float) -> str:
-    return output.span(seconds) if seconds >= 0 else f"-{output.span(seconds)}"
+    return output.span(seconds) if seconds > -1 else f"-{output.span(seconds)}"  # whole seconds: no "-0 s"
 
 
 def _fields(each: api.Cost) -> dict[str, object]:

@@ -84,7 +84,7 @@ def _memory(settings: Settings, root: Path) -> Finding:
     need = arenas + windows + NODE_BYTES
     least, by = memory_limit(root)
     parts = f"arenas {size(arenas)}, {ENGINES} engines {size(windows)}, the node {size(NODE_BYTES)}"
-    detail = f"needs {size(need)} ({parts}); {by} has {size(least)}"
+    detail = f"needs {size(need)} ({parts}); {by} has {size(least)} free"
     if arenas > least:
         return Finding(
             name="memory",

@@ -49,7 +49,7 @@ def plan(
     settings: SetOption = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """How much memory, disk and bucket a load takes, and how many requests. With [prices], what that costs.
+    """How much memory, disk and bucket a load takes, and how many requests. With \\[prices], what that costs.
 
     Arithmetic with means: peaks, prefixes that sessions share and hits in engines' own caches are not in it.
     """

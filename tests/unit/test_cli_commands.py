@@ -1,6 +1,7 @@
 """The command itself: what it knows, how it answers and what it costs to ask."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -10,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvstore.cli import commands, config
+from kvstore.cli.commands import app
 from kvstore.errors import KINDS
 
 run = CliRunner().invoke
@@ -34,6 +36,26 @@ def test_help_names_every_command_and_imports_none_of_them():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in commands.COMMANDS)
+
+
+def every_command(command, path=()):
+    """(path, command) of a command and all below it."""
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*path, name))
+
+
+def test_no_bracketed_word_of_a_help_is_lost(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    seen = set()
+    for name, (module, _) in commands.COMMANDS.items():
+        for path, command in every_command(typer.main.get_command(import_module(f"kvstore.cli.{module}").app)):
+            texts = [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+            words = {word for text in texts for word in re.findall(r"\[[\w.<>*]+\]", text.replace("\\[", "["))}
+            shown = run(app, [name, *path, "--help"]).output if words else ""
+            assert all(word in shown for word in words), (name, *path, words)
+            seen |= words
+    assert "[prices]" in seen
 
 
 def loaded_without(package, *arguments):

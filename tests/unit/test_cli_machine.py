@@ -111,3 +111,8 @@ def test_an_arena_larger_than_what_is_left_is_refused_before_it_is_touched():
     with pytest.raises(Invalid, match=r"dram\.size is .* lower dram\.size"):
         refuse_more_memory_than_there_is(settings(dram__size="900TiB"))
     refuse_more_memory_than_there_is(settings(dram__size="1MiB"))
+
+
+def test_the_memory_that_is_named_is_what_is_free(root):
+    found = next(f for f in examine(settings(), root=root) if f.name == "memory")
+    assert found.detail.endswith(" GiB free")

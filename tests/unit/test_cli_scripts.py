@@ -50,6 +50,16 @@ def test_a_failed_run_that_also_leaks_keeps_its_status():
     assert run([*LEAKS, "bash", "-c", "setsid sleep 294 >/dev/null 2>&1 & exit 4"]).returncode == 4
 
 
+@pytest.mark.parametrize(
+    ("left", "said"), [("", "no process was left behind"), ("setsid sleep 295 >/dev/null 2>&1 & ", "left process")]
+)
+def test_a_signal_that_ended_the_run_is_named_and_becomes_a_shells_status(left, said):
+    done = run([*LEAKS, "bash", "-c", f"{left}kill -TERM $$"])
+    assert done.returncode == 128 + 15
+    assert "the run was ended by signal 15 (SIGTERM)" in done.stderr
+    assert said in done.stderr
+
+
 def test_a_signal_reaches_the_command():
     process = subprocess.Popen([*LEAKS, "bash", "-c", "trap 'exit 7' TERM; echo on; sleep 20 & wait"], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"on\n"
