@@ -232,7 +232,8 @@ KINDS: dict[str, Kind] = {
         Gone,
         410,
         EXIT_NOT_FOUND,
-        "the tenant's keys were deleted on purpose: use another, for its id cannot be used again under this prefix; `kvtier tenants rm` drops its sessions",
+        "the tenant's keys were deleted on purpose: use another, for its id cannot be used again under this prefix; "
+        "`kvtier tenants rm` drops its sessions",
     ),
     "already_exists": Kind(AlreadyExists, 409, EXIT_FAILED, "choose another name, or delete the session that has it"),
     "denied": Kind(Denied, 403, EXIT_FAILED, "check the credentials and the rights of the principal"),
