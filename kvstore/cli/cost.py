@@ -10,6 +10,7 @@ from kvstore import api, open_sync
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
+from kvstore.cli.shown import collected
 
 app = typer.Typer(add_completion=False)
 _SHARED: Final = "(shared)"
@@ -28,9 +29,9 @@ _COUNTED: Final = (
 
 @app.command()
 def cost(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> None:
-    """What each tenant and namespace cost since the node started, and what they saved.
+    r"""What each tenant and namespace cost since the node started, and what they saved.
 
-    Requests, bytes and tokens are counted. Seconds of computing and sums are estimates by \\[prices] of the node's settings.
+    Requests, bytes and tokens are counted. Seconds of computing and sums are estimates by \[prices] of the node's settings.
     """
     with open_sync(url) as kv:
         found = kv.stats()
@@ -41,13 +42,13 @@ def cost(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> 
     prices = found.prices
     output.print_table(
         [*_COUNTED, *_sums(prices)],
-        [_row(each, prices) for each in found.cost],
+        [_row(each, prices, collected(found.collector)) for each in found.cost],
         empty="nothing was counted yet",
     )
     typer.echo(f"\nsince {output.span(found.uptime_s)}; " + _basis(prices), err=True)
 
 
-def _row(each: api.Cost, prices: api.Prices) -> list[object]:
+def _row(each: api.Cost, prices: api.Prices, known: bool) -> list[object]:
     estimated = bool(each.recompute_s)
     return [
         each.tenant or _SHARED,
@@ -56,7 +57,7 @@ def _row(each: api.Cost, prices: api.Prices) -> list[object]:
         sum(each.requests.values()),
         output.size(each.sent),
         output.size(each.fetched),
-        output.size(each.stored),
+        output.size(each.stored) if known or not each.namespace else "unknown",
         sum(each.tokens.values()),
         _signed(each.avoided_s * each.gpus) if estimated else "unknown",
         *[_money(getattr(each, field)) for field in _sums(prices).values()],

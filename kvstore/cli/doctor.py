@@ -41,6 +41,8 @@ def doctor(
     folder, loaded = folder_of_up(data, config), read(config, settings, {"store.url": store})
     if not loaded.settings.store.url and folder is not None and used_by_up(folder):
         loaded = read(config, settings, in_folder(loaded, folder))
+    if form is Format.table:
+        typer.echo("what this configuration would do here, not what a running node was started with:", err=True)
     failed = asyncio.run(_examine(loaded.settings, folder, form))
     if failed:
         raise typer.Exit(EXIT_FAILED)

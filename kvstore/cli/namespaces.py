@@ -11,6 +11,7 @@ from kvstore.api import Dropped, NamespaceInfo
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
+from kvstore.cli.shown import collected
 from kvstore.client import SyncClient
 from kvstore.errors import EXIT_FAILED, Invalid, NotFound
 from kvstore.ids import is_hex_id
@@ -27,9 +28,10 @@ def _namespaces() -> None:
 
 @app.command("ls")
 def ls(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> None:
-    """List the namespaces that something was stored under; blocks and size are those alive at the last collection."""
+    """List the namespaces that something was stored under; blocks and size are of the last collection, unknown before it."""
     with open_sync(url) as kv:
         found = kv.list_namespaces().namespaces
+        known = collected(kv.stats().collector)
     if form is Format.json:
         for info in found:
             output.print_json(info)
@@ -45,8 +47,8 @@ def ls(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> No
                 info.fields.layers,
                 info.fields.block_tokens,
                 info.fields.layout,
-                info.blocks,
-                output.size(info.bytes),
+                info.blocks if known else "unknown",
+                output.size(info.bytes) if known else "unknown",
             ]
             for info in found
         ],

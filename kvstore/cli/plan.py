@@ -49,7 +49,7 @@ def plan(
     settings: SetOption = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """How much memory, disk and bucket a load takes, and how many requests. With \\[prices], what that costs.
+    r"""How much memory, disk and bucket a load takes, and how many requests. With \[prices], what that costs.
 
     Arithmetic with means: peaks, prefixes that sessions share and hits in engines' own caches are not in it.
     """
@@ -77,11 +77,21 @@ def plan(
             output.print_json(line)
         return
     output.print_table(["what", "how much", "how"], [[line.name, _readable(line), line.how] for line in lines])
+    typer.echo(f"\n{_assumed(load)}", err=True)
 
 
 def _shape(text: str) -> Namespace:
     shape = geometry(text)
     return Namespace(model=text, revision="plan", layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+
+
+def _assumed(load: Load) -> str:
+    """What it was computed for, whether said or by default."""
+    times = {"lasts": load.lasts, "dram-for": load.dram_for, "nvme-for": load.nvme_for, "ttl": load.ttl}
+    said = [f"{name} {output.span(seconds)}" for name, seconds in times.items()]
+    return ", ".join(
+        [f"for model {load.namespace.model}", f"turns {load.turns}", *said, f"cold {load.cold:g}", f"ratio {load.ratio:g}"]
+    )
 
 
 def _fields(path: Path) -> Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.api import Session, VersionInfo
+from kvstore.api import CollectorStats, Session, VersionInfo
 from kvstore.cli import output
 from kvstore.cli.output import Format
 
@@ -75,6 +75,11 @@ def print_versions(versions: Sequence[VersionInfo], form: Format) -> None:
             for version in versions
         ],
     )
+
+
+def collected(collector: CollectorStats) -> bool:
+    """Whether a collection by any node has told what is alive in the bucket; before that, nothing known is not nothing stored."""
+    return bool(collector.usage or collector.last_success)
 
 
 def _expires(session: Session) -> str:

@@ -8,6 +8,7 @@ from kvstore import api, open_sync
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
+from kvstore.cli.shown import collected
 
 app = typer.Typer(add_completion=False)
 
@@ -95,7 +96,7 @@ def _bucket(found: api.Stats) -> dict[str, str]:
 def _live(collector: api.CollectorStats) -> str:
     """As of the last collection, by whichever node."""
     if not collector.usage:
-        return "unknown until a collection has run" if not collector.last_success else "nothing"
+        return "nothing" if collected(collector) else "unknown until a collection has run"
     blocks, nbytes = sum(usage.blocks for usage in collector.usage), sum(usage.bytes for usage in collector.usage)
     return f"{output.size(nbytes)} in {blocks:,} blocks of {len(collector.usage)} namespaces"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli import output
-from kvstore.cli.config import ConfigOption, SetOption, read
+from kvstore.cli.config import ConfigOption, SetOption, in_force, read
 from kvstore.cli.embedded import DataOption, data_folder, in_folder, start
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL
@@ -51,10 +52,10 @@ async def _up(folder: Path, store: str, config: Path | None, flags: list[str] | 
             with output.waiting("starting SeaweedFS"):
                 named = {"store.url": await lifetime.enter_async_context(start(folder))}
         final = read(config, flags, {**in_folder(loaded, folder), **named}).settings
-        await run_node(final, lambda ready: _announce(ready, folder, form))
+        await run_node(final, lambda ready: _announce(ready, folder, _doctor(folder, store, config, flags or []), form))
 
 
-def _announce(ready: Ready, folder: Path, form: Format) -> None:
+def _announce(ready: Ready, folder: Path, doctor: str, form: Format) -> None:
     if form is Format.json:
         output.print_json(ready)
         return
@@ -71,9 +72,20 @@ def _announce(ready: Ready, folder: Path, form: Format) -> None:
     typer.echo("\nIn another terminal:\n")
     if ready.http != DEFAULT_URL:
         typer.echo(f"  export KVTIER_URL={ready.http or ready.url}")
-    for line in ("kvtier sessions ls", "kvtier doctor", "kvtier stats"):
-        typer.echo(f"  {line}{f' --data {folder}' if line.endswith('doctor') and folder != data_folder(None) else ''}")
+    for line in ("kvtier sessions ls", doctor, "kvtier stats"):
+        typer.echo(f"  {line}")
     typer.echo(f"\nCtrl-C stops it ({os.getpid()}); the data stays.")
+
+
+def _doctor(folder: Path, store: str, config: Path | None, flags: list[str]) -> str:
+    """The command that looks at what this node was started with, from whatever folder."""
+    file = in_force(config)
+    words = ["kvtier", "doctor"]
+    words += ["--store", store] if store else []
+    words += ["--config", str(file.absolute())] if file is not None else []
+    words += ["--data", str(folder)] if file is not None or folder != data_folder(None) else []
+    words += [word for flag in flags for word in ("--set", flag)]
+    return shlex.join(words)
 
 
 def _console(http: str) -> str:

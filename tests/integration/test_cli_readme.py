@@ -1,18 +1,16 @@
 """What README.md tells people to type works as written."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import kvstore
 from kvstore.cli.commands import app
-from kvstore.ids import Namespace
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-NAMESPACE = Namespace(model="tiny", revision="r1", layers=1, kv_heads=1, head_dim=16, dtype="F32", block_tokens=16)
 DEFAULT_URL = "kvtier://127.0.0.1:7878"
 
 
@@ -67,14 +65,12 @@ def test_the_python_of_the_readme(url, tiny, capsys):
     assert url in client
     exec(compile(hf, "README.md", "exec"), {})
     exec(compile(hf, "README.md", "exec"), {})  # the next turn
-    with kvstore.open_sync(url) as kv:
-        if not any(session.id == "chat-42" for session in kv.list_sessions(prefix="chat-42").sessions):
-            kv.create_session("chat-42", namespace=NAMESPACE)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "blocks.py"))["main"](url)
     exec(compile(client, "README.md", "exec"), {})
     exec(compile(client, "README.md", "exec"), {})  # as often as one likes
-    first, second, restored, forked, *listed = capsys.readouterr().out.splitlines()
+    first, second, _, _, _, restored, forked, *listed = capsys.readouterr().out.splitlines()
     assert first == "1 121 bucket"
     assert second == first  # the same tokens again are the same version
-    assert restored.startswith("ready ")
+    assert restored.startswith("ready 1 960 {")
     fork = forked.split()[0]
-    assert {"chat-42", fork} <= {line.split()[0] for line in listed}
+    assert {"example", fork} <= {line.split()[0] for line in listed}

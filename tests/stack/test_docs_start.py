@@ -108,7 +108,8 @@ def test_the_figures_of_the_sizing_page_are_those_of_the_command():
     page = (ROOT / "docs/sizing.md").read_text()
     [(line, shown)] = [each for each in typed("sizing.md") if each[0].startswith("kvtier plan")]
     result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
-    assert [row.split() for row in result.output.splitlines()] == [row.split() for row in shown.splitlines()]
+    assert [row.split() for row in result.stdout.splitlines()] == [row.split() for row in shown.splitlines()]
+    assert result.stderr.strip().startswith("for model llama-3.1-8b, turns 10, lasts 1 h, dram-for 10 min, nvme-for 1 d, ttl 1 d, ")
     prices = re.findall(
         r"^(put_1000|get_1000|list_1000|gb_month|gpu_hour) = ([\d.]+)", (ROOT / "docs/cost.md").read_text(), re.MULTILINE
     )

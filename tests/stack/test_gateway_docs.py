@@ -63,7 +63,14 @@ def test_what_the_page_tells_to_try():
         engines = {}
         for words, port in zip(servers, ports, strict=True):
             begins = {"kvtier": KVTIER, "python": [sys.executable]}[words[0]]
-            process = subprocess.Popen([*begins, *words[1:]], cwd=ROOT, env=clean, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                [*begins, *words[1:]],
+                cwd=ROOT,
+                env=clean,
+                stderr=subprocess.DEVNULL,
+                # A run in a shell's background ignores Ctrl-C, and so would what it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  nothing else runs here
+            )
             engines |= {"ab"[len(engines)]: process} if words[0] == "python" else {}
             lifetime.callback(lambda process=process: end(process) if process.poll() is None else None)
             listens(process, port)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import typer
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from kvstore.cli import commands, config
 from kvstore.cli.commands import app
+from kvstore.cli.embedded import data_folder
+from kvstore.cli.up import _doctor
 from kvstore.errors import KINDS
 
 run = CliRunner().invoke
@@ -153,3 +156,15 @@ def test_up_says_where_a_browser_finds_the_console():
     assert console("kvtier://127.0.0.1:7878") == "http://127.0.0.1:7878/"
     assert console("kvtier://node.example:7878?tls=true") == "https://node.example:7878/"
     assert not console("")
+
+
+def test_up_names_the_doctor_of_what_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    own = data_folder(None)
+    assert _doctor(own, "", None, []) == "kvtier doctor"
+    assert (
+        _doctor(tmp_path / "d", "s3://b/p?region=x", None, []) == f"kvtier doctor --store 's3://b/p?region=x' --data {tmp_path}/d"
+    )
+    said = _doctor(own, "", Path("a.toml"), ["dram.size=1GiB", "node.id=a b"])
+    assert said == f"kvtier doctor --config {tmp_path}/a.toml --data {own} --set dram.size=1GiB --set 'node.id=a b'"

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import kvstore
 from kvstore import api
 from kvstore.cli.commands import app
+from kvstore.cli.cost import _money, _signed
 from kvstore.ids import Namespace, Shard
 
 NAMESPACE = Namespace(model="tiny/model", revision="r1", layers=1, kv_heads=1, head_dim=16, dtype="F32", block_tokens=16)
@@ -151,8 +152,13 @@ def test_removed_sessions_are_gone_and_the_next_collection_frees_them(kvtier, ch
     assert "0 kept" in kvtier("collect").stdout
 
 
-def test_namespaces_and_stats(kvtier, chat):
+def test_namespaces_and_stats(url, kvtier, chat):
     assert rows(kvtier("namespaces", "ls"))[1][:3] == [NAMESPACE.id[:12], "tiny/model", "r1"]
+    assert rows(kvtier("namespaces", "ls"))[1][-2:] == ["unknown", "unknown"]  # no collection has told
+    kvtier("collect", "--now")
+    with kvstore.open_sync(url) as kv:  # the node that collects knows, and only it so soon
+        kv.collect()
+        assert rows(kvtier("namespaces", "ls"))[1][-3] == "3"
     table = kvtier("stats").stdout
     [bucket] = [line for line in table.splitlines() if line.startswith("bucket ")]
     assert bucket.count("0 B") == 4  # used, in, out and queued: no limit is shown where there is none
@@ -179,8 +185,14 @@ def test_cost_shows_what_was_counted_and_no_sums_without_prices(url, kvtier, mon
     assert "egress" not in shown.stdout
     assert rows(shown)[1][:3] == ["ann", NAMESPACE.id[:12], "m"]
     assert "-5 s" in shown.stdout
+    assert "unknown" in rows(shown)[1]  # nothing was collected: what is stored is not known
     assert "1,234.50" in shown.stdout
     assert "estimates by a list" in shown.stderr
+
+
+def test_no_zero_of_cost_has_a_sign():
+    assert (_signed(-0.4), _signed(-1.0), _signed(0.4)) == ("0 s", "-1 s", "0 s")
+    assert (_money(-0.00001), _money(-0.5)) == ("0.0000", "-0.5000")
 
 
 def test_a_node_that_is_not_there_is_unavailable():
