@@ -193,6 +193,27 @@ def test_tiers_show_what_statistics_say(page, node):
     sync_api.expect(page.get_by_role("row").filter(has_text=f"default / {NS.model}").first).to_be_visible()
 
 
+def test_a_sum_without_a_price_and_bytes_that_no_collection_told_of_are_not_zeros(browser, node, page):
+    stats = page.request.get(f"{node.url}/v1/stats").json()
+    row = {"tenant": "default", "namespace": NS.id, "model": NS.model, "requests": {}, "sent": 0, "fetched": 0, "stored": 0}
+    row |= {"tokens": {}, "load_s": 0, "recompute_s": 1, "avoided_s": 1, "requests_cost": 0, "egress_cost": 0, "month_cost": 0}
+    for prices, collected, sums, stored in (({}, 0, "––––", "unknown"), ({"gb_egress": 1}, 1, "–0.00––", "0 B")):
+        collector = {**stats["collector"], "usage": [], "last_success": collected}
+        told = {
+            **stats,
+            "cost": [{**row, "saved": 0}],
+            "prices": {"currency": "USD", "source": "", **prices},
+            "collector": collector,
+        }
+        with looking(browser, node.url, answers={"**/v1/stats": told}) as shown:
+            shown.get_by_role("link", name="Cost").click()
+            rows = shown.get_by_role("row").filter(has_text=f"default / {NS.model}")
+            cells = [rows.first.locator(f'[data-label="{name}"]') for name in ("Requests", "Egress", "Storage / month", "Saved")]
+            sync_api.expect(cells[0]).not_to_be_empty()
+            assert "".join(cell.inner_text() for cell in cells) == sums
+            sync_api.expect(rows.last.locator('[data-label="Stored"]')).to_have_text(stored)
+
+
 def test_forks_stand_under_the_version_that_they_began_as(page):
     first = SESSIONS[0]
     tree = show(page, first).locator(".tree")
