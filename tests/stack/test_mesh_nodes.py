@@ -51,6 +51,15 @@ async def told(kv, links):
     await until(knows)
 
 
+async def forgotten(kv, links):
+    """Wait until a node knows of none of these: what a dead node was said to have counts until its lease ends."""
+
+    async def knows_not():
+        return not await tiers(kv, links)
+
+    await until(knows_not)
+
+
 async def hits(kv, tier):
     """Blocks that a node got from a tier."""
     found = (await kv.stats()).tiers.get(tier)
@@ -119,6 +128,7 @@ async def test_a_node_that_dies_is_a_miss_and_one_that_comes_back_has_what_its_d
             a.kill()
             assert await load(at_c, links, deadline_ms=20_000) == 0  # a miss, and no error
             assert await load(at_c, others) == 8
+            await forgotten(at_c, links)
             a.start()
             await told(at_c, links)
             assert await load(at_c, links, deadline_ms=30_000) == 8  # whoever is told of listens
