@@ -96,7 +96,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = meta.report if isinstance(meta, ReportMetadata) else None
         self._scheduler.reported(report, connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002  vLLM's signature
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
         assert self._scheduler is not None
         return self._scheduler.finished(request)
@@ -104,7 +108,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002
+        block_ids: tuple[list[int], ...],  # noqa: ARG002  vLLM's signature
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `SupportsHMA`."""
         assert self._scheduler is not None
@@ -134,7 +138,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(kv_connector_metadata, StepMetadata):
             self._worker.before(kv_connector_metadata.step)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002  vLLM's signature
         """See the base class."""
         assert self._worker is not None
         self._worker.begin_loads(self._step())
@@ -150,7 +154,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.begin_saves(self._step())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002  as vLLM
         """See the base class."""
         assert self._worker is not None
         return self._worker.finished()

@@ -59,7 +59,7 @@ def views(cache: Any, namespace: Namespace, blocks: int) -> list[Any]:
 
 def _pages(cache: Any, blocks: int) -> Any:
     """A block's bytes in the order in which they lie, u8 [blocks, bytes]."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415  an extra, or the engine's own
 
     order = sorted((1, 2, 3), key=lambda axis: (-cache.stride(axis), cache.shape[axis]))
     ordered = cache.permute(0, *order)
@@ -101,7 +101,7 @@ class HostPages:
         """On the engine's thread: what the engine has begun by now. `read` and `write` come after it."""
         return None
 
-    def read(self, pages: Sequence[int], tokens: np.ndarray, payload: memoryview, mark: Any) -> None:  # noqa: ARG002
+    def read(self, pages: Sequence[int], tokens: np.ndarray, payload: memoryview, mark: Any) -> None:  # noqa: ARG002  a device's
         """Copy a block out of the engine's memory.
 
         Args:
@@ -118,7 +118,7 @@ class HostPages:
                 region[index] = view[row]
         self._put_tokens(whole, tokens)
 
-    def write(self, pages: Sequence[int], raw: memoryview, mark: Any) -> None:  # noqa: ARG002
+    def write(self, pages: Sequence[int], raw: memoryview, mark: Any) -> None:  # noqa: ARG002  a device's
         """Copy a block into the engine's memory.
 
         Args:

@@ -309,7 +309,7 @@ def _on_cpu(vllm_config: Any) -> bool:
 def _isa(vllm_config: Any, spec: Any) -> str:
     """By which instructions the CPU backend attends: they decide about the order of the bytes inside a block."""
     try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  an extra, or the engine's own
 
         return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype))
     except (ImportError, AttributeError, TypeError):  # another version of vLLM: no engine of another kind shares its blocks
@@ -318,9 +318,9 @@ def _isa(vllm_config: Any, spec: Any) -> str:
 
 def _vllm_version() -> str:
     try:
-        from importlib.metadata import version  # noqa: PLC0415
+        from importlib.metadata import version  # noqa: PLC0415  once, beside vLLM
 
-        import vllm  # noqa: PLC0415
+        import vllm  # noqa: PLC0415  an extra, or the engine's own
     except ImportError:
         return "unknown"
     text = str(getattr(vllm, "__version__", "")) or version("vllm")
