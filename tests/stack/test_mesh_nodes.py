@@ -74,7 +74,7 @@ async def test_what_one_node_has_all_have(trio):
             before = await hits(kv, "peer")
             await told(kv, links)
             assert set(await tiers(kv, links)) == {"peer"}
-            assert await load(kv, links) == 8
+            await until(lambda kv=kv: whole(kv, links))
             assert await hits(kv, "peer") == before + 8
             assert await tiers(kv, links) == ["dram"] * 8
         assert (await at_a.stats()).leases == 0
@@ -91,7 +91,7 @@ async def test_b26_a_hole_between_nodes_ends_the_prefix_and_one_that_is_filled_d
         await told(at_b, links)
         found = await tiers(at_b, links)
         assert [found[0], found[1], found[2], found[20], found[39]] == ["dram", "dram", "dram", "dram", "peer"]
-        assert await load(at_b, links) == 40
+        await until(lambda: whole(at_b, links))
 
 
 async def test_b44_reads_that_are_cancelled_leave_nothing_leased(trio):
@@ -127,11 +127,11 @@ async def test_a_node_that_dies_is_a_miss_and_one_that_comes_back_has_what_its_d
             await until(on_disk)
             a.kill()
             assert await load(at_c, links, deadline_ms=20_000) == 0  # a miss, and no error
-            assert await load(at_c, others) == 8
+            await until(lambda: whole(at_c, others))
             await forgotten(at_c, links)
             a.start()
             await told(at_c, links)
-            assert await load(at_c, links, deadline_ms=30_000) == 8  # whoever is told of listens
+            await until(lambda: whole(at_c, links))  # whoever is told of listens
 
 
 async def test_peers_without_a_directory_and_one_that_stands_still_costs_a_miss_and_not_a_request(tmp_path):
@@ -157,7 +157,7 @@ async def sees(kv, count):
 
 
 async def whole(kv, links):
-    """Whether a node gives all of them."""
+    """Whether a node gives all of them. To be waited for: a node that hears no answer of the directory in time asks nobody."""
     return await load(kv, links) == len(links)
 
 
