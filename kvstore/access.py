@@ -6,8 +6,11 @@ can guess a text with that digest, and a slow hash would add nothing. It is TOML
     [tokens.0a1b2c3d4e5f6071]
     hash = "sha256:..."
     tenant = "research"
-    scopes = ["read", "write"]
     expires = 2027-01-31T00:00:00Z   # left out: never
+    scopes = ["read", "write"]
+
+A text without a table of tokens is refused, not read as "nobody": that is what is left of a file that was emptied or cut. None at
+all is `[tokens]`. An entry ends with a field that it must have, so that one that was cut is an error, not a token that never expires.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ _ID: Final = re.compile(r"[0-9a-f]{16}")
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NO_HASH: Final = "sha256:" + "0" * 64  # what an unknown token is compared with, so that its id cannot be told from its time
 _HOW: Final = "set KVTIER_TOKEN or KVTIER_TOKEN_FILE, or token_file= in the node's URL; `kvtier tokens create` makes a token"
+WHOLE: Final = "mend the file, or put a whole one in its place by renaming; `kvtier tokens create` begins a new one"
+"""What to do about a file that is not one of tokens."""
 _HEAD: Final = "# Access tokens of kvtier, hashed. Written by `kvtier tokens`; a node reads it again when it changes.\n"
 
 
@@ -107,9 +112,17 @@ class Tokens:
         self.known = dict(known)
 
     @classmethod
-    def parse(cls, text: str, name: str = "the tokens file") -> Tokens:
-        """From a file's text. Raises `Invalid`, which names the entry and never repeats a hash."""
+    def parse(cls, text: str, name: str = "the tokens file", *, blank: bool = False) -> Tokens:
+        """From a file's text. Raises `Invalid`, which names the entry and never repeats a hash.
+
+        Args:
+            text: TOML.
+            name: Of the file, for messages.
+            blank: Whether a text that says nothing of tokens is a file to begin, or refused.
+        """
         document = parse_toml(text, name)
+        if not document and not blank:
+            raise Invalid(f"{name} has no tokens and does not say [tokens]: it is empty, or was cut", remedy=WHOLE)
         table = document.pop("tokens", {})
         if document or not isinstance(table, dict):
             raise Invalid(f"{name} may have [tokens.<id>] tables only")
@@ -117,7 +130,8 @@ class Tokens:
 
     def text(self) -> str:
         """As `parse` reads it."""
-        return "\n".join([_HEAD, *(_written(token_id, token) for token_id, token in sorted(self.known.items()))])
+        entries = [_written(token_id, token) for token_id, token in sorted(self.known.items())]
+        return "\n".join([_HEAD, *(entries or ["[tokens]\n"])])
 
     def of(self, text: str, now: float) -> Access:
         """Whose token this is; `now` in seconds since the epoch.
@@ -191,8 +205,8 @@ def _written(token_id: str, token: Token) -> str:
         f"[tokens.{token_id}]",
         f'hash = "{token.hash}"',
         f"tenant = {json.dumps(token.tenant, ensure_ascii=False)}",
-        f"scopes = {json.dumps(list(token.scopes))}",
         *([f"expires = {_moment(token.expires)}"] if token.expires is not None else []),
+        f"scopes = {json.dumps(list(token.scopes))}",
     ]
     return "\n".join(lines) + "\n"
 

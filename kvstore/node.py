@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
@@ -43,7 +45,7 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Movers, Origin, SecondSight, Stack, StackSettings, TierError
+from tiering import DiskTier, DramTier, Lru, Movers, Origin, SecondSight, Stack, StackSettings, TierError
 
 if TYPE_CHECKING:
     from kvstore.mesh.publishing import Publisher
@@ -62,6 +64,7 @@ class Node:
         movers: Threads.
         clock: Time.
         mesh: Its part in a mesh, if any.
+        health: What it cannot promise just now; faces tell it what they cannot.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class Node:
         clock: Clock,
         mesh: Mesh | None,
         background: Supervisor,
+        health: Health,
     ) -> None:
-        self.settings, self.service = settings, service
+        self.settings, self.service, self.health = settings, service, health
         self.tiers, self.registry, self.movers, self.clock, self.mesh = tiers, registry, movers, clock, mesh
         self._background = background
 
@@ -167,7 +171,7 @@ class Node:
             if bucket.configured:
                 background.run("collect", collections.keep)
                 background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
-            yield cls(settings, service, tiers, registry, movers, clock, mesh, background)
+            yield cls(settings, service, tiers, registry, movers, clock, mesh, background, health)
 
     @asynccontextmanager
     async def joined(self, mesh: Mesh) -> AsyncIterator[None]:
@@ -239,10 +243,11 @@ async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
     path = _folder(settings.nvme.path)
     try:
         await movers.run(refuse_more_disk_than_there_is, path, int(settings.nvme.size))
-        policy = SecondSight() if settings.nvme.admission == "second" else None
+        policy = SecondSight if settings.nvme.admission == "second" else Lru
         key_file = settings.encryption.key_file
         seals = DiskSeals(MasterKeys.read(key_file)) if key_file else None
-        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy, seals=seals) as disk:
+        owners = [_number(name) for name in _served(settings)]
+        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy, seals=seals, owners=owners) as disk:
             yield disk
     except (TierError, OSError) as error:
         raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error
@@ -281,8 +286,8 @@ async def _heard(
 async def _tenants(
     settings: Settings, origins: Sequence[Origin], disk: DiskTier | None, movers: Movers, clock: Clock, lifetime: AsyncExitStack
 ) -> dict[str, TenantTiers]:
-    """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk and what is beyond it are common."""
-    uids = {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
+    """An arena and a hierarchy for each tenant; memory is shared out evenly, the disk by need, what is beyond it is common."""
+    uids = _served(settings)
     share, ahead = int(settings.dram.size) // len(uids), settings.prestage
     behind, drain = int(settings.limits.write_behind), float(settings.limits.drain)
     bounds = StackSettings(behind_bytes=behind, drain_s=drain, lenders=frozenset({Peers.name}))
@@ -292,9 +297,21 @@ async def _tenants(
             "dram", share, movers, held=ahead.held / 100, recent_s=float(ahead.recent), monotonic=clock.monotonic
         )
         dram = await lifetime.enter_async_context(opening)
-        stack = await lifetime.enter_async_context(Stack.open(dram, disk, origins, bounds, monotonic=clock.monotonic))
+        stack = await lifetime.enter_async_context(
+            Stack.open(dram, disk, origins, bounds, who=_number(name), monotonic=clock.monotonic)
+        )
         tiers[name] = TenantTiers(dram, stack, allowed)
     return tiers
+
+
+def _served(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Every tenant of a node, and the local users that may act for it."""
+    return {name: tenant.uids for name, tenant in settings.tenants.items()} or {DEFAULT_TENANT: ()}
+
+
+def _number(tenant: str) -> int:
+    """Whose a value on the disk is, in this life of a node and the next."""
+    return xxhash.xxh3_64_intdigest(tenant.encode())
 
 
 async def _replay(commits: Commits, degraded: dict[str, str]) -> None:

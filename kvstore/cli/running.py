@@ -97,6 +97,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                     clock=node.clock,
                 )
             )
+            node.health.ask("access", server.wrong)
             scheme, _, address = server.url.partition("://")
             http = f"kvtier://{address}{'?tls=true' if scheme == 'https' else ''}"
         if node.mesh is not None:

@@ -123,9 +123,9 @@ def _scope(text: str) -> Scope:
     raise Invalid(f"--scope is {text!r}; it must be one of {', '.join(SCOPES)}")
 
 
-def _read(path: Path) -> Tokens:
+def _read(path: Path, *, blank: bool = False) -> Tokens:
     try:
-        return Tokens.parse(path.read_text(), str(path))
+        return Tokens.parse(path.read_text(), str(path), blank=blank)
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist", remedy="`kvtier tokens create` makes it") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def _changing(path: Path, *, there: bool = False) -> Iterator[Tokens]:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         before = path.stat() if path.exists() else None
-        tokens = _read(path) if there or before else Tokens({})
+        tokens = _read(path, blank=not there) if there or before else Tokens({})
         yield tokens
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _NEW_MODE), "w") as file:  # noqa: PTH123  its mode from the start
             if before is not None:

@@ -110,8 +110,8 @@ class Gateway:
             if directory is not None:
                 background.run("directory", directory.keep)
             proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
-            face = _Face(engines, routing, proxy, session)
-            app = face.application(door(settings.auth, clock), ids)
+            face = _Face(engines, routing, proxy, session, door(settings.auth, clock))
+            app = face.application(ids)
             context = server_context(settings.tls)
             if context is not None:
                 background.run("certificates", partial(renew, context, settings.tls))
@@ -141,12 +141,12 @@ def _directory(settings: GatewaySettings, clock: Clock, ids: Ids) -> AbstractAsy
 class _Face:
     """The handlers of all but completions."""
 
-    def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession) -> None:
-        self._engines, self._routing, self._proxy, self._session = engines, routing, proxy, session
+    def __init__(self, engines: Engines, routing: Routing, proxy: Proxy, session: aiohttp.ClientSession, who: Door) -> None:
+        self._engines, self._routing, self._proxy, self._session, self._who = engines, routing, proxy, session, who
 
-    def application(self, who: Door, ids: Ids) -> web.Application:
+    def application(self, ids: Ids) -> web.Application:
         """Every route."""
-        checks = [logged(ids), problems, authenticated(who, self._refused)]
+        checks = [logged(ids), problems, authenticated(self._who, self._refused)]
         app = web.Application(middlewares=checks, client_max_size=MOST_BODY)
         app.on_shutdown.append(lambda _: self._proxy.stop())
         app.on_response_prepare.append(_unsigned)
@@ -256,7 +256,7 @@ class _Face:
         """For Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         registry = CollectorRegistry()
-        registry.register(_Counted(self._engines, self._proxy))
+        registry.register(_Counted(self._engines, self._proxy, self._who))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
 
@@ -282,8 +282,8 @@ def _state(engine: Engine) -> EngineState:
 
 
 class _Counted(Collector):
-    def __init__(self, engines: Engines, proxy: Proxy) -> None:
-        self._engines, self._proxy = engines, proxy
+    def __init__(self, engines: Engines, proxy: Proxy, who: Door) -> None:
+        self._engines, self._proxy, self._who = engines, proxy, who
 
     def collect(self) -> list[Metric]:
         requests = CounterMetricFamily("kvtier_gateway_requests", "Requests, by how they ended.", labels=["outcome"])
@@ -298,4 +298,7 @@ class _Counted(Collector):
             running.add_metric([engine.name], engine.running)
             sent.add_metric([engine.name], engine.sent)
             failed.add_metric([engine.name], engine.failed)
-        return [requests, up, running, sent, failed]
+        degraded = GaugeMetricFamily("kvtier_gateway_degraded", "1 for what it does not go by as it was told.", labels=["part"])
+        if self._who.wrong:
+            degraded.add_metric(["access"], 1)
+        return [requests, up, running, sent, failed, degraded]

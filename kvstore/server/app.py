@@ -44,9 +44,13 @@ class HttpServer:
         url: Where it listens, such as `http://127.0.0.1:7878`.
     """
 
-    def __init__(self, url: str, listener: asyncio.Server) -> None:
-        self.url = url
+    def __init__(self, url: str, listener: asyncio.Server, who: Door) -> None:
+        self.url, self._who = url, who
         self._listener = listener  # uvloop stops accepting when nobody holds it
+
+    def wrong(self) -> str:
+        """Why it does not go by its file of tokens as that is now; "" where it does."""
+        return self._who.wrong
 
     @classmethod
     @asynccontextmanager
@@ -91,7 +95,7 @@ class HttpServer:
             async with _listening(runner, visitors, host, port, limits, context) as listener, _renewing(context, tls):
                 taken = listener.sockets[0].getsockname()[1]
                 scheme = "http" if context is None else "https"
-                yield cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}", listener)
+                yield cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}", listener, who)
         finally:
             in_flight.stop()
             await runner.cleanup()

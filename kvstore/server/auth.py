@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from kvstore.access import MAX_FILE, NOBODY, Access, Need, Tokens, bearer, everything, id_of
+from kvstore.access import MAX_FILE, NOBODY, WHOLE, Access, Need, Tokens, bearer, everything, id_of
 from kvstore.clock import Clock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback
 from kvstore.errors import Denied, Invalid, KVTierError
@@ -33,6 +33,11 @@ _LOOK_S: Final = 1.0  # between two looks at the file, for tokens that it had
 class Door(Protocol):
     """Tells who asks."""
 
+    @property
+    def wrong(self) -> str:
+        """What keeps it from going by what it was last told; "" where nothing does."""
+        ...
+
     def admit(self, header: str) -> Access:
         """Who sent this `Authorization` header; `NOBODY` without one. Raises `Denied` for one that is not valid."""
         ...
@@ -41,13 +46,15 @@ class Door(Protocol):
 class Open:
     """Everybody may everything, for the tenant `default`."""
 
+    wrong = ""
+
     def admit(self, header: str) -> Access:  # noqa: ARG002  nobody is asked
         """See `Door`."""
         return everything(TENANT)
 
 
 class Keyring:
-    """The tokens of a file. One that was changed into something unreadable changes nothing: the last good one stays.
+    """The tokens of a file. One that was changed into something unreadable, or emptied, changes nothing: the last good one stays.
 
     Args:
         path: Of the file.
@@ -55,6 +62,7 @@ class Keyring:
 
     Attributes:
         tokens: As last read.
+        wrong: Why the file as it is now is not what is in force; "" where it is.
 
     Raises:
         Invalid: There is no such file, anybody may write to it, or it is not a file of tokens.
@@ -62,9 +70,9 @@ class Keyring:
 
     def __init__(self, path: str, clock: Clock) -> None:
         self._path, self._clock = Path(path).expanduser(), clock
-        self._seen = self._signature()
+        self._seen: tuple[int, int, int] | None = self._signature()
         self.tokens = self._read()
-        self._looked, self._wrong = clock.monotonic(), ""
+        self._looked, self.wrong = clock.monotonic(), ""
 
     def admit(self, header: str) -> Access:
         """See `Door`."""
@@ -79,16 +87,17 @@ class Keyring:
     def _look(self) -> None:
         self._looked = self._clock.monotonic()
         try:
-            seen = self._signature()
-            if seen == self._seen:
+            seen, self._seen = self._seen, None  # a file that was gone is read when it is back, though it be the same
+            self._seen = self._signature()
+            if self._seen == seen:  # also where it is no good: it is not tried again before it changes
                 return
-            self._seen = seen  # also where it is no good: it is not tried again before it changes
-            self.tokens, self._wrong = self._read(), ""
+            self.tokens, self.wrong = self._read(), ""
             log.info("%s was read again: %d tokens", self._path, len(self.tokens.known))
         except Invalid as error:
-            if error.message != self._wrong:  # said once, not for every request
-                log.warning("%s; the tokens read before stay valid", error.message)
-            self._wrong = error.message
+            why = f"{error.message}; the tokens read before stay valid"
+            if why != self.wrong:  # said once, not for every request
+                log.warning("%s (%s)", why, error.remedy)
+            self.wrong = why
 
     def _signature(self) -> tuple[int, int, int]:
         try:
@@ -112,10 +121,13 @@ class Keyring:
             raise Invalid(f"auth.tokens_file {self._path}: {error.strerror}") from None
         if len(data) > MAX_FILE:
             raise Invalid(f"auth.tokens_file {self._path} is longer than {MAX_FILE} bytes")
+        name = f"auth.tokens_file {self._path}"
         try:
-            return Tokens.parse(data.decode(), str(self._path))
+            return Tokens.parse(data.decode(), name)
         except UnicodeDecodeError:
-            raise Invalid(f"auth.tokens_file {self._path} is not UTF-8") from None
+            raise Invalid(f"{name} is not UTF-8", remedy=WHOLE) from None
+        except Invalid as error:
+            raise Invalid(error.message, remedy=WHOLE) from None
 
 
 def _unblocked(path: str, flags: int) -> int:

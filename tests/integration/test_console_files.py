@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 from fakes.node import fake_service
 
+from kvstore.access import Tokens
 from kvstore.config import AuthSettings
 from kvstore.server.app import HttpServer
 
@@ -69,7 +70,7 @@ async def test_nothing_else_is_served(http):
 
 async def test_the_files_need_no_token_and_what_they_ask_for_does(tmp_path):
     path = tmp_path / "tokens.toml"
-    path.write_text("")
+    path.write_text(Tokens({}).text())
     async with (
         fake_service() as service,
         HttpServer.open(service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(path))) as server,

@@ -30,12 +30,12 @@ class Tenants:
     """A fleet behind tokens."""
 
     def __init__(self, fleet, file):
-        self.fleet, self._file, self._known = fleet, file, {}
+        self.fleet, self.file, self._known = fleet, file, {}
 
     def bearer(self, tenant, scopes=("read", "write"), expires=None):
         text, token_id, made = new_token(RandomIds(), tenant, scopes, expires)
         self._known[token_id] = made
-        self._file.write_text(Tokens(self._known).text())
+        self.file.write_text(Tokens(self._known).text())
         return f"Bearer {text}"
 
     async def ask(self, method, path, header, **how):
@@ -54,7 +54,7 @@ class Tenants:
 @asynccontextmanager
 async def tenants(tmp_path, **more):
     file = tmp_path / "tokens.toml"
-    file.write_text("")
+    file.write_text(Tokens({}).text())
     async with open_fleet(gateway={"auth": AuthSettings(tokens_file=str(file)), **more.pop("gateway", {})}, **more) as fleet:
         yield Tenants(fleet, file)
 
@@ -66,7 +66,7 @@ async def stage(tmp_path):
 
 
 def routes():
-    face = _Face(Mock(), Mock(), Mock(handle=Proxy.handle), Mock())
+    face = _Face(*(Mock(handle=Proxy.handle) for _ in inspect.signature(_Face).parameters))
     app = face.application(*(Mock() for _ in inspect.signature(face.application).parameters))
     return [(route.method, route.resource.canonical, route) for route in app.router.routes()]
 
@@ -110,6 +110,15 @@ async def test_whoever_shows_no_valid_token_reaches_no_engine(stage):
     assert stage.fleet.engines["a"].seen == []
     # And nobody was drained.
     assert not json.loads((await stage.ask("GET", "/v1/engines", good))[1])[0]["draining"]
+
+
+async def test_an_emptied_file_of_tokens_changes_nothing_and_is_seen(stage):
+    header = stage.bearer("acme", SCOPES)
+    assert (await stage.ask("GET", "/v1/models", header))[0] == 200
+    stage.file.write_text("")
+    assert (await stage.ask("GET", "/v1/models", f"Bearer kvt_{'0' * 16}_{'0' * 64}"))[0] == 401
+    assert (await stage.ask("GET", "/v1/models", header))[0] == 200
+    assert b'kvtier_gateway_degraded{part="access"} 1.0' in (await stage.ask("GET", "/metrics", header))[1]
 
 
 async def test_a_token_without_the_scope_reaches_no_engine(stage):

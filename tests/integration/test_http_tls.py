@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from unittest.mock import Mock
 
 import pytest
 from fakes.node import SHARD, fake_service, filler, links_of, namespace, payload_of
@@ -12,8 +13,9 @@ import kvstore
 from kvstore import api
 from kvstore.access import Tokens, new_token
 from kvstore.cli.commands import app
+from kvstore.cli.running import run_node
 from kvstore.clock import RandomIds
-from kvstore.config import AuthSettings, TlsSettings
+from kvstore.config import AuthSettings, TlsSettings, load
 from kvstore.errors import Denied, Invalid, Unavailable
 from kvstore.server import tls as tls_module
 from kvstore.server.app import HttpServer
@@ -212,6 +214,27 @@ async def test_the_command_line_makes_shows_and_revokes_tokens(service, tmp_path
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
+async def test_a_node_says_that_its_file_of_tokens_was_emptied_and_goes_by_what_it_knew(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstore.cli.running.gc", Mock())
+    text, token_id, made = new_token(RandomIds(), "default", ("admin",))
+    file, ready = tmp_path / "tokens.toml", asyncio.get_running_loop().create_future()
+    file.write_text(Tokens({token_id: made}).text())
+    flags = {"node.listen": "127.0.0.1:0", "dram.size": "1MiB", "auth.tokens_file": str(file)}
+    running = asyncio.create_task(run_node(load(flags=flags).settings, ready.set_result))
+    url = (await ready).http
+    file.write_text("")
+    monkeypatch.setenv("KVTIER_TOKEN", f"kvt_{'0' * 16}_{'0' * 64}")
+    with pytest.raises(Denied):  # of nobody: for it the file is looked at
+        await kvstore.connect(url)
+    monkeypatch.setenv("KVTIER_TOKEN", text)
+    async with kvstore.open(url) as kv:
+        assert (await kv.stats()).whole
+        degraded = (await kv.ready()).degraded
+    assert "empty" in degraded["access"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 def doctor(tmp_path, text):
     (tmp_path / "node.toml").write_text(text)
     lines = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "node.toml"), "--format", "json"]).stdout.splitlines()
@@ -227,7 +250,10 @@ def test_doctor_says_who_may_come_and_with_what(tmp_path, authority, pair):
     file = tmp_path / "tokens.toml"
     tokens = f'[auth]\ntokens_file = "{file}"\n'
     assert doctor(tmp_path, tokens)[0]["status"] == "fail"
-    file.write_text("")
+    file.write_text("")  # by what was to write it, and failed
+    access, _ = doctor(tmp_path, tokens)
+    assert (access["status"], "kvtier tokens create" in access["remedy"]) == ("fail", True)
+    file.write_text(Tokens({}).text())
     assert "nobody" in doctor(tmp_path, tokens)[0]["detail"]
     kvtier("tokens", "create", "--file", file, "--tenant", "acme")
     assert "acme" in doctor(tmp_path, tokens)[0]["detail"]

@@ -134,7 +134,7 @@ async def stage(tmp_path):
     tenants = {"acme": Tenant(uids=(os.getuid(),)), "rival": Tenant(uids=(os.getuid(),))}
     settings = Settings(store=store, dram=DramSettings(size=Bytes(32 << 20)), tenants=tenants)
     file = tmp_path / "tokens.toml"
-    file.write_text("")
+    file.write_text(Tokens({}).text())
     async with AsyncExitStack() as lifetime:
         node = await lifetime.enter_async_context(Node.open(settings))
         opening = HttpServer.open(node.service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(file)))

@@ -142,7 +142,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path,
     clock.advance(1)
     with pytest.raises(Denied):
         ring.admit(f"Bearer {first[0]}")
-    for broken in ("[tokens", "\udcff"):
+    for broken in ("[tokens", "\udcff", ""):
         path.write_bytes(broken.encode(errors="surrogateescape"))
         for _ in range(3):
             clock.advance(1)
@@ -151,11 +151,45 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path,
     for _ in range(3):
         clock.advance(1)
         assert ring.admit(f"Bearer {second[0]}").token == second[1]
-    assert len(caplog.records) == 3  # one for each thing that was wrong with it
-    path.write_text("")
+    assert len(caplog.records) == 4  # one for each thing that was wrong with it
+    assert "stay valid" in ring.wrong
+    path.write_text(Tokens({}).text())  # none, and it says so: the last one was revoked
     clock.advance(1)
     with pytest.raises(Denied):
         ring.admit(f"Bearer {second[0]}")
+    assert not ring.wrong
+
+
+def test_a_file_that_was_away_is_taken_up_when_it_is_back(tmp_path):
+    token = new_token(IDS, "acme", ("read",))
+    path, aside, clock = tmp_path / "tokens.toml", tmp_path / "aside", VirtualClock()
+    path.write_text(file_of(one=token))
+    ring = Keyring(str(path), clock)
+    path.rename(aside)
+    clock.advance(1)
+    assert ring.admit(f"Bearer {token[0]}").token == token[1]
+    assert ring.wrong
+    aside.rename(path)  # the same file: nothing else says that it is back
+    clock.advance(1)
+    assert ring.admit(f"Bearer {token[0]}").token == token[1]
+    assert not ring.wrong
+
+
+@pytest.mark.parametrize("expires", [None, END])
+def test_no_part_of_a_file_lets_in_more_than_the_whole(expires):
+    """Whatever was written of it before the disk was full, or while it is being copied."""
+    made = [new_token(IDS, "acme", ("read",), expires) for _ in range(2)]
+    text = file_of(one=made[0], two=made[1])
+    whole = Tokens.parse(text).known
+    fewer = 0
+    for length in range(len(text)):
+        try:
+            part = Tokens.parse(text[:length]).known
+        except Invalid:
+            continue
+        assert part.items() <= whole.items(), text[:length]
+        fewer += len(part) < len(whole)
+    assert fewer < 10  # what ends between two entries cannot be told from a whole one
 
 
 def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(tmp_path):
@@ -163,7 +197,11 @@ def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(tmp_path):
     with pytest.raises(Invalid) as caught:
         Keyring(str(path), VirtualClock())
     assert "kvtier tokens create" in caught.value.remedy
-    path.write_text("")
+    for empty in ("", "# written by a script that was stopped\n"):
+        path.write_text(empty)
+        with pytest.raises(Invalid, match="empty") as caught:
+            Keyring(str(path), VirtualClock())
+        assert "kvtier tokens create" in caught.value.remedy
     path.chmod(0o666)
     with pytest.raises(Invalid, match="anybody"):
         Keyring(str(path), VirtualClock())
