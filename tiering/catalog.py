@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tiering.budget import Budget
-from tiering.policy import Policy
+from tiering.owners import Owner, Owners
 from tiering.slab import Placed
 from tiering.space import Space
 from tiering.stats import TierStats
@@ -22,10 +22,11 @@ class Entry:
     Its room is free again when its key leads nowhere (`gone`), the index durably says so (`unlisted`) and nobody reads it.
     """
 
-    __slots__ = ("gone", "pinned", "placed", "readers", "unlisted")
+    __slots__ = ("gone", "owner", "pinned", "placed", "readers", "unlisted")
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, owner: Owner) -> None:
         self.placed = placed
+        self.owner = owner
         self.readers = 0
         self.pinned = False
         self.gone = False
@@ -39,7 +40,7 @@ class Catalog:
         limit: Payload bytes.
         placed: What is there, oldest first.
         space: The slab's room, in which `placed` is taken.
-        policy: Who goes first.
+        owners: Whose values these are, and which goes first.
         unlist: Has the index forget a slot: ``unlist(placed, then)`` returns at once and calls `then` when that is durable.
         stats: Where evictions are counted.
 
@@ -48,11 +49,11 @@ class Catalog:
     """
 
     def __init__(
-        self, limit: int, placed: Sequence[Placed], *, space: Space, policy: Policy, unlist: Unlist, stats: TierStats
+        self, limit: int, placed: Sequence[Placed], *, space: Space, owners: Owners, unlist: Unlist, stats: TierStats
     ) -> None:
         self.budget = Budget(limit)
         self._space = space
-        self._policy = policy
+        self._owners = owners
         self._unlist = unlist
         self._stats = stats
         self.watch: Watch | None = None
@@ -65,6 +66,7 @@ class Catalog:
         for one in placed:
             if not self.budget.reserve(one.size):
                 raise ValueError(f"{len(placed)} values do not fit {limit} bytes")
+            owners.of(one.who).held += one.size
             self.enter(one)
 
     def __len__(self) -> int:
@@ -90,15 +92,15 @@ class Catalog:
             if entry is None:
                 return False
             if entry.placed.size == want.size:
-                self._policy.touch(want.key)
+                entry.owner.policy.touch(want.key)
                 return True
             self._forget(entry)
             return False
 
-    def asked(self, keys: Sequence[bytes], told: int) -> None:
-        """One request wants these, here or not."""
+    def asked(self, keys: Sequence[bytes], told: int, who: int) -> None:
+        """One request of an owner wants these, here or not."""
         with self._lock:
-            self._policy.asked(keys, told)
+            self._owners.of(who).policy.asked(keys, told)
 
     # Values that must stay
 
@@ -142,18 +144,21 @@ class Catalog:
 
     # Values that come
 
-    def admits(self, want: Want) -> bool:
+    def admits(self, want: Want, who: int) -> bool:
         """Whether the policy finds a value worth its place, and the wear of writing it. Asked once for each that comes."""
         with self._lock:
-            return self._policy.admit(want.key, want.size)
+            return self._owners.of(who).policy.admit(want.key, want.size)
 
-    def reserve(self, want: Want) -> bool:
-        """Set payload bytes aside, evicting where needed; False where pinned values leave no room."""
+    def reserve(self, want: Want, who: int) -> bool:
+        """Set payload bytes aside, evicting where needed; False where pinned values, or owners who have less, leave no room."""
         with self._lock:
             if want.size > self.budget.limit - self._pinned - self.budget.reserved:
                 return False
+            owner = self._owners.of(who)
+            owner.held += want.size  # before anything goes: at equal parts it is who asks for more that gives way
             while not self.budget.reserve(want.size):
-                if not self._evict_one():
+                if not self._evict_one(owner):
+                    owner.held -= want.size
                     return False
             return True
 
@@ -166,10 +171,10 @@ class Catalog:
         with self._lock:
             return self._space.allocate(nbytes)
 
-    def make_way(self) -> bool:
-        """Room is there, but in pieces: get more of it on its way. False where nothing more can go."""
+    def make_way(self, who: int) -> bool:
+        """Room is there, but in pieces: get more of it on its way for an owner. False where nothing more can go."""
         with self._lock:
-            return self._leaving > 0 or self._evict_one()
+            return self._leaving > 0 or self._evict_one(self._owners.of(who))
 
     def next_seq(self) -> int:
         """A number for the next slot."""
@@ -177,10 +182,11 @@ class Catalog:
             self._seq += 1
             return self._seq
 
-    def cancel(self, want: Want) -> None:
+    def cancel(self, want: Want, who: int) -> None:
         """Give back what `reserve` set aside."""
         with self._lock:
             self.budget.cancel(want.size)
+            self._owners.of(who).held -= want.size
 
     def vacate(self, offset: int, nbytes: int) -> None:
         """Give back what `place` took, where nothing could be written and no index entry ever named it."""
@@ -191,8 +197,8 @@ class Catalog:
         """A value is there now; it was reserved before."""
         with self._lock:
             self.budget.commit(placed.size)
-            entry = self._entries[placed.key] = Entry(placed)
-            self._policy.add(placed.key)
+            entry = self._entries[placed.key] = Entry(placed, self._owners.of(placed.who))
+            entry.owner.policy.add(placed.key)
             self._rank(entry)
             if self.watch is not None:
                 self.watch(placed.key, 1, None)
@@ -200,7 +206,7 @@ class Catalog:
     def withdraw(self, placed: Placed) -> None:
         """A value that may or may not have reached the index must not be there; its payload stays reserved."""
         with self._lock:
-            self._leave(Entry(placed))
+            self._leave(Entry(placed, self._owners.of(placed.who)))
 
     # Values that go
 
@@ -254,13 +260,13 @@ class Catalog:
         entry.pinned = pinned
         if pinned:
             self._pinned += entry.placed.size
-            self._policy.remove(entry.placed.key)
+            entry.owner.policy.remove(entry.placed.key)
         else:
             self._pinned -= entry.placed.size
-            self._policy.add(entry.placed.key)
+            entry.owner.policy.add(entry.placed.key)
 
-    def _evict_one(self) -> bool:
-        key = self._policy.victim()
+    def _evict_one(self, asking: Owner | None = None) -> bool:
+        key = self._owners.victim(asking)
         if key is None:
             return False
         self._forget(self._entries[key])
@@ -272,7 +278,8 @@ class Catalog:
         del self._entries[placed.key]
         if self.watch is not None:
             self.watch(placed.key, -1, None)
-        self._policy.remove(placed.key)
+        entry.owner.policy.remove(placed.key)
+        entry.owner.held -= placed.size
         self.budget.free(placed.size)
         if entry.pinned:
             self._pinned -= placed.size

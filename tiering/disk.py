@@ -22,6 +22,7 @@ from tiering.index import JOURNAL, META, SLOTS, Change, Index
 from tiering.journal import Journal
 from tiering.lanes import Lanes, Post
 from tiering.movers import Movers, settled
+from tiering.owners import Owners
 from tiering.policy import Lru, Policy
 from tiering.prewrite import Prewrite, was_prewritten
 from tiering.recovery import recover, stopped
@@ -74,7 +75,7 @@ class DiskTier:
         direct: Whether the file system takes O_DIRECT.
     """
 
-    def __init__(self, name: str, limit: int, movers: Movers, files: _Files, policy: Policy) -> None:
+    def __init__(self, name: str, limit: int, movers: Movers, files: _Files, owners: Owners) -> None:
         self.name = name
         self.stats = TierStats()
         self.journal = Journal(files.tables, files.records)
@@ -84,7 +85,7 @@ class DiskTier:
         self._index = files.tables
         used = [(placed.offset, placed.length) for placed in files.placed]
         space = Space(files.slab.size, used, written=files.prewritten)
-        self._catalog = Catalog(limit, files.placed, space=space, policy=policy, unlist=self._unlist, stats=self.stats)
+        self._catalog = Catalog(limit, files.placed, space=space, owners=owners, unlist=self._unlist, stats=self.stats)
         self._prewrite = Prewrite(name, slab=self._slab, index=self._index, catalog=self._catalog, movers=movers)
         self._post = Post(asyncio.get_running_loop())
         self._storing = Storing(
@@ -105,7 +106,15 @@ class DiskTier:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, path: Path, limit: int, movers: Movers, *, name: str = "nvme", policy: Policy | None = None, seals: Seals | None = None
+        cls,
+        path: Path,
+        limit: int,
+        movers: Movers,
+        *,
+        name: str = "nvme",
+        policy: Callable[[], Policy] = Lru,
+        seals: Seals | None = None,
+        owners: Sequence[int] = (0,),
     ) -> AsyncIterator[Self]:
         """Open or create a tier in the folder `path`, for `limit` payload bytes.
 
@@ -116,8 +125,10 @@ class DiskTier:
             limit: Payload bytes.
             movers: Threads.
             name: In leases, statistics and logs.
-            policy: What goes first; least recently used by default.
+            policy: Makes a ranking of what goes first; least recently used by default.
             seals: Makes what seals values, their keys and the journal. A folder is sealed from its beginning, or never.
+            owners: Who shares it, as numbers below 2^64 that outlive a restart: `who` of what is put and read. Room is taken from
+                whoever has most. Where it is one's alone, so is all that is found.
 
         Raises:
             PathInUse: Another tier has the folder open.
@@ -126,7 +137,7 @@ class DiskTier:
         """
         with contextlib.ExitStack() as closing:
             files = await movers.run(_open_files, closing, path, limit, seals)
-            tier = cls(name, limit, movers, files, policy or Lru())
+            tier = cls(name, limit, movers, files, Owners(owners, policy))
             for lanes in (tier._lanes, tier._storing.lanes):
                 closing.enter_context(lanes.running())
             prewriting = asyncio.create_task(tier._prewrite.run())
@@ -170,9 +181,9 @@ class DiskTier:
         """Tell one listener of every value that comes and goes from now on; None ends it."""
         self._catalog.watch = told
 
-    def asked(self, keys: Sequence[bytes], told: int = 0) -> None:
-        """One request wants these, here or not; see :class:`tiering.policy.Policy`."""
-        self._catalog.asked(keys, told)
+    def asked(self, keys: Sequence[bytes], told: int = 0, *, who: int = 0) -> None:
+        """One request of an owner wants these, here or not; see :class:`tiering.policy.Policy`."""
+        self._catalog.asked(keys, told, who)
 
     def hold(self, keys: Sequence[bytes]) -> None:
         """Protect these keys from eviction, whether they are here yet or not. Holds count; `release` undoes one."""
@@ -187,7 +198,7 @@ class DiskTier:
         return 0 if self._closed else self._catalog.discard(keys)
 
     async def evict(self, nbytes: int) -> int:
-        """Drop least recently used values until `nbytes` are freed or all that is left is pinned; how many bytes were freed."""
+        """Drop values as room is made, until `nbytes` are freed or all that is left is pinned; how many bytes were freed."""
         return 0 if self._closed else self._catalog.evict(nbytes)
 
     async def get_many(self, wants: Sequence[Want]) -> list[Lease | Miss]:
@@ -216,7 +227,7 @@ class DiskTier:
             into: Nobody else's until `then`, or a `withdraw` that succeeds.
             then: Called on the loop, once. None: the first `want.size` bytes are the value. CORRUPT: it was dropped. UNAVAILABLE:
                 the disk failed.
-            who: For whom; those who share a disk take turns.
+            who: For whom: those who share a disk take turns.
 
         Returns:
             Something to withdraw; or at once ABSENT, or UNAVAILABLE when the tier is closed, and `then` is never called.
@@ -247,7 +258,7 @@ class DiskTier:
         Args:
             items: Values and their bytes.
             must: Somebody relies on it: the policy is not asked.
-            who: For whom, as in `read`.
+            who: Whose they are: it has the turns as in `read`, and the room.
 
         Raises:
             TypeError: A view is not contiguous.
@@ -324,7 +335,7 @@ class DiskTier:
         return Miss.CORRUPT
 
     def _unlist(self, placed: Placed, then: Callable[[], None]) -> None:
-        self._index.submit([Change(SLOTS, placed.key, None)], then)
+        self._index.submit([Change(SLOTS, placed.name, None)], then)
 
     def _enter(self) -> None:
         self._at_work += 1

@@ -43,6 +43,7 @@ class Fetcher:
         keep: Told of a value that came from an origin.
         early: Told of the first bytes of a value that comes from an origin.
         lenders: Names of origins whose values make way first.
+        who: For whom it reads: a disk that several hierarchies share serves them in turns.
         monotonic: The clock of latencies.
     """
 
@@ -56,9 +57,10 @@ class Fetcher:
         keep: Callable[[Want], None],
         early: Early,
         lenders: Container[str] = (),
+        who: int,
         monotonic: Callable[[], float],
     ) -> None:
-        self.who = id(dram)  # a disk that several hierarchies share serves them in turns
+        self.who = who
         self._lenders = lenders
         self._dram, self._disk, self._origins = dram, disk, origins
         self._stats, self._keep, self._early, self._monotonic = stats, keep, early, monotonic

@@ -18,7 +18,7 @@ _RUNNING = b"running"  # the boot id under which the tier is in use; absent afte
 def record(placed: Placed) -> Change:
     """The index entry of a slot."""
     value = _RECORD.pack(placed.offset, placed.size, placed.seq, placed.digest) + placed.salt
-    return Change(SLOTS, placed.key, value)
+    return Change(SLOTS, placed.name, value)
 
 
 def boot_id() -> str:
@@ -46,7 +46,7 @@ def recover(index: Index, slab: Slab, limit: int) -> tuple[list[Placed], int]:
     """
     meta = dict(index.load(META))
     listed = index.load(SLOTS)
-    claims = [_parse(key, value) for key, value in listed]
+    claims = [_parse(name, value) for name, value in listed]
     placed = without_overlap(claim for claim in claims if claim is not None and _inside(claim, slab.size))
     now = boot_id().encode()
     if meta.get(_RUNNING, now) != now:
@@ -58,8 +58,8 @@ def recover(index: Index, slab: Slab, limit: int) -> tuple[list[Placed], int]:
         used -= placed[excess].size
         excess += 1
     placed = placed[excess:]
-    kept = {claim.key for claim in placed}
-    lost = [Change(SLOTS, key, None) for key, _ in listed if key not in kept]
+    kept = {claim.name for claim in placed}
+    lost = [Change(SLOTS, name, None) for name, _ in listed if name not in kept]
     index.submit([*lost, Change(META, _RUNNING, now)]).result()
     return placed, len(lost)
 
@@ -80,11 +80,11 @@ def without_overlap(claims: Iterable[Placed]) -> list[Placed]:
     return standing
 
 
-def _parse(key: bytes, value: bytes) -> Placed | None:
-    if len(key) != 32 or len(value) not in {_RECORD.size, _RECORD.size + SALT}:
+def _parse(name: bytes, value: bytes) -> Placed | None:
+    if len(name) not in {32, 40} or len(value) not in {_RECORD.size, _RECORD.size + SALT}:
         return None
     offset, size, seq, digest = _RECORD.unpack_from(value)
-    return Placed(key, offset, size, seq, digest, value[_RECORD.size :])
+    return Placed(name[:32], offset, size, seq, digest, value[_RECORD.size :], int.from_bytes(name[32:], "little"))
 
 
 def _inside(claim: Placed, size: int) -> bool:

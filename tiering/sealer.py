@@ -41,7 +41,7 @@ class Sealer(Protocol):
         ...
 
     def name(self, key: bytes) -> bytes:
-        """A key as the index holds it: equal for equal keys, at most 511 bytes."""
+        """A name in the index, of 32 or 40 bytes, as it stands there: equal for equal ones, at most 511 bytes."""
         ...
 
     def key(self, name: bytes) -> bytes | None:

@@ -33,6 +33,7 @@ class Placed(msgspec.Struct, frozen=True):
         seq: Grows with every slot that is written: of two claims to the same place the larger is the later.
         digest: xxh3_128 of the value; where it is sealed, its tag.
         salt: 32 bytes, where the value is sealed; then the key does not stand in the slab.
+        who: Whose it is, below 2^64; 0: nobody's in particular.
     """
 
     key: bytes
@@ -41,6 +42,12 @@ class Placed(msgspec.Struct, frozen=True):
     seq: int
     digest: bytes
     salt: bytes = b""
+    who: int = 0
+
+    @property
+    def name(self) -> bytes:
+        """What the index knows it by: its key, and whose it is."""
+        return self.key + self.who.to_bytes(8, "little") if self.who else self.key
 
     @property
     def length(self) -> int:

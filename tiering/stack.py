@@ -71,12 +71,14 @@ class Stack:
         origins: Sequence[Origin],
         settings: StackSettings,
         *,
+        who: int,
         monotonic: Callable[[], float],
     ) -> None:
         self.dram = dram
         self.disk = disk
         self.origins = tuple(origins)
         self._settings = settings
+        self._who = who
         self._monotonic = monotonic
         self.stats: Mapping[str, TierStats] = {
             dram.name: dram.stats,
@@ -97,6 +99,7 @@ class Stack:
             keep=self._keep_on_disk,
             early=self.early,
             lenders=settings.lenders,
+            who=who,
             monotonic=monotonic,
         )
         self._to_disk = None
@@ -120,6 +123,7 @@ class Stack:
         origins: Sequence[Origin] = (),
         settings: StackSettings | None = None,
         *,
+        who: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> AsyncIterator[Self]:
         """Put parts together, for as long as the block lasts.
@@ -129,12 +133,13 @@ class Stack:
             disk: Open.
             origins: Asked in this order.
             settings: Bounds.
+            who: Whose it is, among those that share the disk; see :meth:`tiering.DiskTier.open`.
             monotonic: The clock of deadlines.
 
         Raises:
             ValueError: Two parts have one name.
         """
-        stack = cls(dram, disk, origins, settings or StackSettings(), monotonic=monotonic)
+        stack = cls(dram, disk, origins, settings or StackSettings(), who=who, monotonic=monotonic)
         try:
             yield stack
         finally:
@@ -189,7 +194,7 @@ class Stack:
         try:
             found = self.dram.lease_many(wants, use=not ahead, after=after)
             if self.disk is not None and not ahead:
-                self.disk.asked([*after, *(want.key for want in wants)], len(after))
+                self.disk.asked([*after, *(want.key for want in wants)], len(after), who=self._who)
             missing = [i for i, got in enumerate(found) if got is Miss.ABSENT]
             if missing and reach is not Reach.DRAM and not self._closed:
                 look_up = LookUp(
@@ -221,7 +226,7 @@ class Stack:
         """Tell every tier's policy of a request that no look-up tells of, such as a commit; see :class:`tiering.policy.Policy`."""
         self.dram.asked(keys, told)
         if self.disk is not None:
-            self.disk.asked(keys, told)
+            self.disk.asked(keys, told, who=self._who)
 
     def reserve(self, want: Want) -> DramSlot | Miss:
         """Room in memory for a value that somebody is about to write; then `publish` it, or abort it."""
@@ -296,7 +301,7 @@ class Stack:
             self._to_disk.put(want, lease)
 
     async def _write_disk(self, disk: DiskTier, batch: Sequence[tuple[Want, Lease]]) -> None:
-        await disk.put_many([(want, lease.view) for want, lease in batch], who=self._fetcher.who)
+        await disk.put_many([(want, lease.view) for want, lease in batch], who=self._who)
 
     async def _offer(self, origin: Origin, batch: Sequence[tuple[Want, Lease]]) -> None:
         stats = self.stats[origin.name]
@@ -311,7 +316,7 @@ class Stack:
         leases = [(want, self.dram.lease(want)) for want, there in zip(wants, here, strict=True) if not there]
         held = [(want, lease) for want, lease in leases if isinstance(lease, Lease)]
         try:
-            await disk.put_many([(want, lease.view) for want, lease in held], must=True, who=self._fetcher.who)
+            await disk.put_many([(want, lease.view) for want, lease in held], must=True, who=self._who)
         finally:
             for _, lease in held:
                 lease.release()

@@ -114,16 +114,16 @@ class Storing:
         if self._catalog.touch(want):
             put.batch.kept[put.index] = True
             return
-        if not must and not self._catalog.admits(want):
+        if not must and not self._catalog.admits(want, put.who):
             self._stats.declined += 1
             return
-        if not self._catalog.reserve(want):
+        if not self._catalog.reserve(want, put.who):
             self._stats.drops += 1
             return
         self._under_way[want.key] = put
         put.batch.open += 1
         try:
-            offset = await self._place(put.nbytes)
+            offset = await self._place(put)
         except OSError as error:
             self._failed(put, error)
         except BaseException:
@@ -138,11 +138,11 @@ class Storing:
                     self._in_lanes += 1
                 self.lanes.submit(put)
 
-    async def _place(self, nbytes: int) -> int | None:
-        while (offset := self._catalog.place(nbytes)) is None:
+    async def _place(self, put: _Put) -> int | None:
+        while (offset := self._catalog.place(put.nbytes)) is None:
             if self._prewrite.lends:  # a piece that is written in advance comes back in a moment: nothing need go for it
                 await self._prewrite.returned()
-            elif self._catalog.make_way():
+            elif self._catalog.make_way(put.who):
                 await self._index.commit([])  # room comes free when the index has caught up
             else:
                 break
@@ -153,7 +153,7 @@ class Storing:
     def _write(self, run: Sequence[_Put]) -> None:
         """Write neighbours together; where that fails each alone, so that one that does not fit takes no other with it."""
         try:
-            slots = [(Placed(put.want.key, put.at, put.want.size, self._catalog.next_seq(), b""), put.view) for put in run]
+            slots = [(self._placed(put), put.view) for put in run]
             written = self._slab.write_run(slots) if len(slots) > 1 else [self._slab.write(*slots[0])]
         except Exception as error:  # noqa: BLE001  whatever it is, who waits must hear of it and the lane must go on
             if len(run) > 1:
@@ -166,6 +166,9 @@ class Storing:
             for put, placed in zip(run, written, strict=True):
                 put.placed = placed
             self._list(run, ended=len(run))
+
+    def _placed(self, put: _Put) -> Placed:
+        return Placed(put.want.key, put.at, put.want.size, self._catalog.next_seq(), b"", who=put.who)
 
     def _list(self, run: Sequence[_Put], *, ended: int) -> None:
         """Enter what is written into the index, when no more is coming: a commit flushes the device, which stalls writes."""
@@ -213,7 +216,7 @@ class Storing:
         if kept:
             self._stats.bytes_in += put.want.size
         else:
-            self._catalog.cancel(put.want)
+            self._catalog.cancel(put.want, put.who)
             self._stats.drops += 1
         del self._under_way[put.want.key]
         put.over.set_result(None)

@@ -7,15 +7,17 @@ import subprocess
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from fakes.kv import links_of, namespace, publish
 
 from kvstore import api
-from kvstore.config import load
+from kvstore.config import Tenant, load
 from kvstore.errors import Invalid
 from kvstore.ids import Shard
 from kvstore.node import Node
 from kvstore.objects import MemoryStore
+from kvstore.service.wants import block_wants
 
 NS = namespace()
 
@@ -95,3 +97,20 @@ async def test_b40_a_disk_that_is_filled_later_stops_no_node_and_no_read(disk):
         for lease in leases:
             lease.release()
         assert (await service.call("default", "stats", api.Nothing())).tiers["nvme"].dropped > 0
+
+
+async def test_a_flood_of_one_tenant_leaves_another_its_part_of_the_disk(tmp_path):
+    flags = {"dram.size": "8MiB", "node.listen": "", "nvme.path": str(tmp_path / "nvme"), "nvme.size": "1MiB"}
+    settings = msgspec.structs.replace(load(flags=flags).settings, tenants={"flood": Tenant(), "small": Tenant()})
+    async with Node.open(settings, store=MemoryStore()) as opened:
+        there = {}
+        for tenant, blocks in (("small", 8), ("flood", 120)):
+            fields, stack = namespace(tenant=tenant), opened.tiers[tenant].stack
+            await opened.service.call(tenant, "put_namespace", api.PutNamespace(namespace=fields.id, fields=fields))
+            links = links_of(fields, 16 * blocks)
+            assert all(await publish(opened.service, tenant, fields, links))
+            keys = [want.key for want in block_wants(fields, Shard(), links)]
+            await stack._to_disk.wait(keys)
+            there[tenant] = lambda keys=keys, disk=stack.disk: sum(disk.contains_many(keys))
+        assert there["small"]() == 8
+        assert 40 < there["flood"]() < 120

@@ -539,7 +539,7 @@ async def test_a_policy_may_refuse_and_a_closed_tier_answers(folder):
         def admit(self, key, size):
             return False
 
-    async with disk(folder, policy=Nothing()) as tier:
+    async with disk(folder, policy=Nothing) as tier:
         assert await put(tier, 1) == [False]
     async with disk(folder) as tier:
         await put(tier, 1)

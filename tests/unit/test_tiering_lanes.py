@@ -263,7 +263,7 @@ async def test_a_policy_declines_what_nobody_relies_on(tmp_path):
             self.seen.add(key)
             return seen
 
-    async with disk(tmp_path / "t", policy=Second()) as tier:
+    async with disk(tmp_path / "t", policy=Second) as tier:
         assert await put(tier, 1) == [False]
         assert (tier.stats.declined, tier.stats.drops, tier.stats.bytes_written, tier.used) == (1, 0, 0, 0)
         assert await put(tier, 1) == [True]

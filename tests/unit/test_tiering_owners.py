@@ -1,0 +1,96 @@
+"""A disk tier that several share: a flood of one takes what the others leave, and no more."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tiering import DiskTier, Movers, SecondSight
+from tiering.testing import key_of, value_of, want_of
+
+SIZE, ROOM = 10_000, 10
+SMALL, LARGE, GONE = 7, 8, 9  # owners
+
+
+@asynccontextmanager
+async def shared(folder, *owners, **options):
+    async with Movers.open() as movers, DiskTier.open(folder, ROOM * SIZE, movers, owners=owners, **options) as tier:
+        yield tier
+
+
+async def put(tier, who, numbers):
+    """At once: none of them may go before all are there."""
+    return await tier.put_many([(want_of(n, SIZE), memoryview(value_of(n, SIZE))) for n in numbers], who=who)
+
+
+def here(tier):
+    return [n for n in range(300) if tier.contains_many([key_of(n)])[0]]
+
+
+async def test_a_flood_pushes_out_its_own_and_not_those_of_who_has_less(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, SMALL, [1, 2, 3])
+        for start in (100, 107, 114):
+            assert all(await put(tier, LARGE, range(start, start + 7)))
+        assert here(tier) == [1, 2, 3, *range(114, 121)]  # room that the other has no use for is not left empty
+
+
+async def test_who_comes_late_gets_an_even_part_and_no_more(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, LARGE, range(100, 110))
+        assert len(here(tier)) == ROOM
+        for start in (0, 5, 10):
+            assert all(await put(tier, SMALL, range(start, start + 5)))
+        assert (here(tier)[:5], len(here(tier))) == ([10, 11, 12, 13, 14], ROOM)
+
+
+async def test_what_one_has_under_way_or_in_use_pushes_out_nothing_of_who_has_less(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, SMALL, range(4))
+        assert sum(await put(tier, LARGE, range(100, 150))) == 6
+        assert here(tier)[:4] == [0, 1, 2, 3]
+        tier.hold(tier.keys()[4:])
+        assert await put(tier, LARGE, [200]) == [False]
+        assert await put(tier, SMALL, [4]) == [True]
+        assert (len(here(tier)), tier.used) == (ROOM, ROOM * SIZE)
+
+
+async def test_whose_a_value_is_outlives_a_restart(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, SMALL, [1, 2, 3])
+        await put(tier, LARGE, range(100, 107))
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, LARGE, range(107, 114))
+        assert here(tier) == [1, 2, 3, *range(107, 114)]
+        assert tier.discard_many([key_of(1)]) == 1
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        assert here(tier)[:2] == [2, 3]
+
+
+@pytest.mark.parametrize("before", [GONE, 0])
+async def test_what_is_left_of_somebody_who_is_gone_goes_first(tmp_path, before):
+    async with shared(tmp_path, before) as tier:
+        await put(tier, before, range(ROOM))
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, SMALL, [100, 101])
+        await put(tier, LARGE, range(200, 206))
+        assert here(tier)[2:] == [100, 101, *range(200, 206)]
+
+
+async def test_who_has_a_tier_alone_has_all_that_is_found_there_and_the_oldest_goes_first(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, LARGE, [1])
+        await put(tier, SMALL, [2])
+        await put(tier, LARGE, range(100, 108))
+    async with shared(tmp_path, SMALL) as tier:
+        await put(tier, SMALL, [3])
+        tier.asked([key_of(2)], who=SMALL)
+        await put(tier, SMALL, [4])
+        assert (here(tier)[:3], len(here(tier))) == ([2, 3, 4], ROOM)
+
+
+async def test_what_one_was_refused_does_not_make_the_policy_forget_another_s(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiering.policy._REMEMBERED", 4)
+    async with shared(tmp_path, SMALL, LARGE, policy=SecondSight) as tier:
+        assert await put(tier, SMALL, [1]) == [False]
+        assert await put(tier, LARGE, range(100, 110)) == [False] * 10
+        assert await put(tier, SMALL, [1]) == [True]
