@@ -10,7 +10,7 @@ can guess a text with that digest, and a slow hash would add nothing. It is TOML
     scopes = ["read", "write"]
 
 A text without a table of tokens is refused, not read as "nobody": that is what is left of a file that was emptied or cut. None at
-all is `[tokens]`. An entry ends with a field that it must have, so that one that was cut is an error, not a token that never expires.
+all is `[tokens]`. An entry ends with a field that it must have, so that one that was cut is an error and never lives for ever.
 """
 
 from __future__ import annotations

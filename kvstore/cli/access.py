@@ -14,7 +14,8 @@ from kvstore.clock import Clock
 from kvstore.config import Settings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import Invalid
 from kvstore.node import DEFAULT_TENANT
-from kvstore.server.auth import Keyring, check_exposed
+from kvstore.server.auth import check_exposed
+from kvstore.server.keyring import Keyring
 from kvstore.server.tls import server_context
 
 _SOON: Final = timedelta(days=14)

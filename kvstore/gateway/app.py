@@ -30,8 +30,9 @@ from kvstore.gateway.routes import Decision, RouteAsked, RouteChoice, Routes
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.tenancy import salted
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
-from kvstore.server.auth import Door, access_of, authenticated, check_exposed, door, needs
+from kvstore.server.auth import access_of, authenticated, check_exposed, needs
 from kvstore.server.console import console_routes
+from kvstore.server.keyring import Door, door
 from kvstore.server.logs import logged, name_request
 from kvstore.server.problems import problems
 from kvstore.server.tls import renew, server_context
@@ -110,7 +111,9 @@ class Gateway:
             if directory is not None:
                 background.run("directory", directory.keep)
             proxy = Proxy(routing, session, settings.bounds, requests=settings.requests, header=settings.header)
-            face = _Face(engines, routing, proxy, session, door(settings.auth, clock))
+            who = door(settings.auth, clock)
+            background.run("tokens", who.keep)
+            face = _Face(engines, routing, proxy, session, who)
             app = face.application(ids)
             context = server_context(settings.tls)
             if context is not None:

@@ -19,10 +19,11 @@ from kvstore.clock import Clock, RandomIds, SystemClock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
 from kvstore.fairness import Shares
-from kvstore.server.auth import ACCESS, Door, access_of, authenticated, check_exposed, door, needs
+from kvstore.server.auth import ACCESS, access_of, authenticated, check_exposed, needs
 from kvstore.server.console import console_routes
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
+from kvstore.server.keyring import Door, door
 from kvstore.server.limits import STANDARD, Limits
 from kvstore.server.logs import logged, name_request
 from kvstore.server.metrics import Metrics
@@ -32,6 +33,7 @@ from kvstore.server.routes import call_routes
 from kvstore.server.streams import Blocks
 from kvstore.server.tls import renew, server_context
 from kvstore.server.visitors import Visitors
+from kvstore.service.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -83,7 +85,8 @@ class HttpServer:
         host, port = parse_address(listen)
         auth, tls = auth or AuthSettings(), tls or TlsSettings()
         check_exposed(host, port, auth, tls, field="node.listen")
-        context, who = server_context(tls), door(auth, clock or SystemClock())
+        clock = clock or SystemClock()
+        context, who, background = server_context(tls), door(auth, clock), Supervisor(clock, RandomIds())
         in_flight, visitors = InFlight(), Visitors(limits)
         # Where nobody shows a token, a page in this host's browser could ask for whoever sits there.
         bound = host if not auth.tokens_file and is_loopback(host) else ""
@@ -92,12 +95,14 @@ class HttpServer:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=float(limits.drain), handler_cancellation=True)
         await runner.setup()
         try:
+            background.run("tokens", who.keep)
             async with _listening(runner, visitors, host, port, limits, context) as listener, _renewing(context, tls):
                 taken = listener.sockets[0].getsockname()[1]
                 scheme = "http" if context is None else "https"
                 yield cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}", listener, who)
         finally:
             in_flight.stop()
+            await background.aclose()
             await runner.cleanup()
             await in_flight.drain(limits.drain)
 

@@ -9,10 +9,10 @@ import pytest
 from kvstore import access
 from kvstore.access import NOBODY, SCOPES, Access, Token, Tokens, bearer, everything, hashed, new_token
 from kvstore.client.credential import Credential
-from kvstore.clock import SeededIds, VirtualClock
+from kvstore.clock import SeededIds
 from kvstore.config import AuthSettings, StorageUrl, TlsSettings, load
 from kvstore.errors import Denied, Invalid
-from kvstore.server.auth import Keyring, Open, check_exposed
+from kvstore.server.auth import check_exposed
 
 IDS = SeededIds(5)
 END = datetime(2027, 1, 31, tzinfo=UTC)
@@ -126,55 +126,6 @@ def test_a_file_that_is_wrong_says_where_and_never_repeats_a_digest(text, says):
     assert "a" * 64 not in caught.value.message
 
 
-# --- the node's file ---
-
-
-def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path, caplog):
-    first, second = new_token(IDS, "acme", ("read",)), new_token(IDS, "acme", ("read",))
-    path, clock = tmp_path / "tokens.toml", VirtualClock()
-    path.write_text(file_of(one=first))
-    ring = Keyring(str(path), clock)
-    assert ring.admit("") is NOBODY
-    assert ring.admit(f"Bearer {first[0]}").token == first[1]
-    path.write_text(file_of(one=first, two=second))
-    assert ring.admit(f"Bearer {second[0]}").token == second[1]  # at once: it was not known
-    path.write_text(file_of(two=second))
-    clock.advance(1)
-    with pytest.raises(Denied):
-        ring.admit(f"Bearer {first[0]}")
-    for broken in ("[tokens", "\udcff", ""):
-        path.write_bytes(broken.encode(errors="surrogateescape"))
-        for _ in range(3):
-            clock.advance(1)
-            assert ring.admit(f"Bearer {second[0]}").token == second[1]
-    path.unlink()
-    for _ in range(3):
-        clock.advance(1)
-        assert ring.admit(f"Bearer {second[0]}").token == second[1]
-    assert len(caplog.records) == 4  # one for each thing that was wrong with it
-    assert "stay valid" in ring.wrong
-    path.write_text(Tokens({}).text())  # none, and it says so: the last one was revoked
-    clock.advance(1)
-    with pytest.raises(Denied):
-        ring.admit(f"Bearer {second[0]}")
-    assert not ring.wrong
-
-
-def test_a_file_that_was_away_is_taken_up_when_it_is_back(tmp_path):
-    token = new_token(IDS, "acme", ("read",))
-    path, aside, clock = tmp_path / "tokens.toml", tmp_path / "aside", VirtualClock()
-    path.write_text(file_of(one=token))
-    ring = Keyring(str(path), clock)
-    path.rename(aside)
-    clock.advance(1)
-    assert ring.admit(f"Bearer {token[0]}").token == token[1]
-    assert ring.wrong
-    aside.rename(path)  # the same file: nothing else says that it is back
-    clock.advance(1)
-    assert ring.admit(f"Bearer {token[0]}").token == token[1]
-    assert not ring.wrong
-
-
 @pytest.mark.parametrize("expires", [None, END])
 def test_no_part_of_a_file_lets_in_more_than_the_whole(expires):
     """Whatever was written of it before the disk was full, or while it is being copied."""
@@ -190,39 +141,6 @@ def test_no_part_of_a_file_lets_in_more_than_the_whole(expires):
         assert part.items() <= whole.items(), text[:length]
         fewer += len(part) < len(whole)
     assert fewer < 10  # what ends between two entries cannot be told from a whole one
-
-
-def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(tmp_path):
-    path = tmp_path / "tokens.toml"
-    with pytest.raises(Invalid) as caught:
-        Keyring(str(path), VirtualClock())
-    assert "kvtier tokens create" in caught.value.remedy
-    for empty in ("", "# written by a script that was stopped\n"):
-        path.write_text(empty)
-        with pytest.raises(Invalid, match="empty") as caught:
-            Keyring(str(path), VirtualClock())
-        assert "kvtier tokens create" in caught.value.remedy
-    path.chmod(0o666)
-    with pytest.raises(Invalid, match="anybody"):
-        Keyring(str(path), VirtualClock())
-
-
-@pytest.mark.timeout(10)
-def test_a_pipe_in_the_files_place_is_not_waited_for(tmp_path):
-    token = new_token(IDS, "acme", ("read",))
-    path, clock = tmp_path / "tokens.toml", VirtualClock()
-    path.write_text(file_of(one=token))
-    ring = Keyring(str(path), clock)
-    path.unlink()
-    os.mkfifo(path, 0o600)
-    clock.advance(1)
-    assert ring.admit(f"Bearer {token[0]}").token == token[1]
-    with pytest.raises(Invalid, match="is no file"):
-        Keyring(str(path), clock)
-
-
-def test_without_tokens_everybody_is_the_default_tenant():
-    assert Open().admit("Bearer whatever-there-is") == everything("default")
 
 
 # --- where it may listen ---

@@ -1,0 +1,152 @@
+"""Who asks, by the tokens of a file that is read again when it changes; or everybody, where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstore.access import MAX_FILE, NOBODY, WHOLE, Access, Tokens, bearer, everything, id_of
+from kvstore.clock import Clock
+from kvstore.config import AuthSettings
+from kvstore.errors import Invalid
+
+log = logging.getLogger(__name__)
+TENANT: Final = "default"  # of everybody, where there are no tokens
+_LOOK_S: Final = 1.0  # between two looks at the file, for tokens that it had
+_Seen = tuple[int, int, int]
+
+
+class Door(Protocol):
+    """Tells who asks."""
+
+    @property
+    def wrong(self) -> str:
+        """What keeps it from going by what it was last told; "" where nothing does."""
+        ...
+
+    async def admit(self, header: str) -> Access:
+        """Who sent this `Authorization` header; `NOBODY` without one. Raises `Denied` for one that is not valid."""
+        ...
+
+    async def keep(self) -> None:
+        """Learn of changes. Runs until cancelled, or returns where there are none."""
+        ...
+
+
+class Open:
+    """Everybody may everything, for the tenant `default`."""
+
+    wrong = ""
+
+    async def admit(self, header: str) -> Access:  # noqa: ARG002  nobody is asked
+        """See `Door`."""
+        return everything(TENANT)
+
+    async def keep(self) -> None:
+        """See `Door`."""
+
+
+class Keyring:
+    """The tokens of a file. One that was changed into something unreadable, or emptied, changes nothing: the last good one stays.
+
+    It is read on a thread: one of thousands of tokens takes most of a second, in which others are to be answered.
+
+    Args:
+        path: Of the file.
+        clock: Tokens expire by its `now`.
+
+    Attributes:
+        tokens: As last read.
+        wrong: Why the file as it is now is not what is in force; "" where it is.
+
+    Raises:
+        Invalid: There is no such file, anybody may write to it, or it is not a file of tokens.
+    """
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        self._path, self._clock = Path(path).expanduser(), clock
+        self._seen: _Seen | None = self._signature()
+        self.tokens, self.wrong = self._read(), ""
+        self._looking: asyncio.Task[None] | None = None
+
+    async def admit(self, header: str) -> Access:
+        """See `Door`."""
+        text = bearer(header)
+        if not text:
+            return NOBODY
+        token_id = id_of(text)
+        if token_id and token_id not in self.tokens.known:  # one that was just made works at once
+            await self.look()
+        return self.tokens.of(text, self._clock.now())
+
+    async def keep(self) -> None:
+        """See `Door`."""
+        while True:
+            await self.look()
+            await self._clock.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Be as the file is now."""
+        if self._looking is not None and not self._looking.done():
+            await asyncio.shield(self._looking)  # it may have begun before what the caller knows of
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        try:
+            seen, self._seen = self._seen, None  # a file that was gone is read when it is back, though it be the same
+            self._seen = await asyncio.to_thread(self._signature)
+            if self._seen == seen:  # also where it is no good: it is not tried again before it changes
+                return
+            self.tokens, self.wrong = await asyncio.to_thread(self._read), ""
+            log.info("%s was read again: %d tokens", self._path, len(self.tokens.known))
+        except Invalid as error:
+            why = f"{error.message}; the tokens read before stay valid"
+            if why != self.wrong:  # said once, not for every request
+                log.warning("%s (%s)", why, error.remedy)
+            self.wrong = why
+
+    def _signature(self) -> _Seen:
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            raise Invalid(
+                f"auth.tokens_file {self._path}: {error.strerror}", remedy=f"make one: kvtier tokens create --file {self._path}"
+            ) from None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _read(self) -> Tokens:
+        name = f"auth.tokens_file {self._path}"
+        try:
+            with open(self._path, "rb", opener=_unblocked) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                if not stat.S_ISREG(mode):
+                    raise Invalid(f"{name} is no file")
+                if mode & stat.S_IWOTH:
+                    raise Invalid(f"{name} may be written by anybody", remedy=f"chmod o-w {self._path}")
+                data = file.read(MAX_FILE + 1)
+        except OSError as error:
+            raise Invalid(f"{name}: {error.strerror}") from None
+        if len(data) > MAX_FILE:
+            raise Invalid(f"{name} is longer than {MAX_FILE} bytes")
+        try:
+            return Tokens.parse(data.decode(), name)
+        except UnicodeDecodeError:
+            raise Invalid(f"{name} is not UTF-8", remedy=WHOLE) from None
+        except Invalid as error:
+            raise Invalid(error.message, remedy=WHOLE) from None
+
+
+def _unblocked(path: str, flags: int) -> int:
+    """Opens at once, a pipe that nobody writes to included: a thread would wait for a writer for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def door(auth: AuthSettings, clock: Clock) -> Door:
+    """What a face asks. Raises `Invalid` as `Keyring`."""
+    return Keyring(auth.tokens_file, clock) if auth.tokens_file else Open()

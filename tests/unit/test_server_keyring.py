@@ -1,0 +1,135 @@
+"""A node's or gateway's file of tokens: read again when it changes, never taken for less than it was by mistake."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+from fakes.clock import HandClock
+from fakes.node import until
+
+from kvstore.access import NOBODY, Tokens, everything, new_token
+from kvstore.clock import SeededIds, VirtualClock
+from kvstore.errors import Denied, Invalid
+from kvstore.server.keyring import Keyring, Open
+
+IDS = SeededIds(5)
+FIRST, SECOND = (new_token(IDS, "acme", ("read",)) for _ in range(2))
+
+
+def text_of(*made):
+    return Tokens({token_id: token for _, token_id, token in made}).text()
+
+
+async def admitted(ring, made):
+    return (await ring.admit(f"Bearer {made[0]}")).token == made[1]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "tokens.toml"
+    path.write_text(text_of(FIRST))
+    return path
+
+
+async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(path, caplog):
+    ring = Keyring(str(path), VirtualClock())
+    assert await ring.admit("") is NOBODY
+    assert await admitted(ring, FIRST)
+    path.write_text(text_of(FIRST, SECOND))
+    assert await admitted(ring, SECOND)  # at once: it was not known
+    path.write_text(text_of(SECOND))
+    await ring.look()
+    with pytest.raises(Denied):
+        await admitted(ring, FIRST)
+    for broken in ("[tokens", "\udcff", ""):
+        path.write_bytes(broken.encode(errors="surrogateescape"))
+        for _ in range(3):
+            await ring.look()
+            assert await admitted(ring, SECOND)
+    path.unlink()
+    for _ in range(3):
+        await ring.look()
+        assert await admitted(ring, SECOND)
+    assert len(caplog.records) == 4  # one for each thing that was wrong with it
+    assert "stay valid" in ring.wrong
+    path.write_text(Tokens({}).text())  # none, and it says so: the last one was revoked
+    await ring.look()
+    with pytest.raises(Denied):
+        await admitted(ring, SECOND)
+    assert not ring.wrong
+
+
+async def test_a_file_that_was_away_is_taken_up_when_it_is_back(path, tmp_path):
+    ring = Keyring(str(path), VirtualClock())
+    path.rename(tmp_path / "aside")
+    await ring.look()
+    assert await admitted(ring, FIRST)
+    assert ring.wrong
+    (tmp_path / "aside").rename(path)  # the same file: nothing else says that it is back
+    await ring.look()
+    assert not ring.wrong
+
+
+async def test_a_token_that_was_revoked_is_noticed_without_anybody_asking(path):
+    clock = HandClock()
+    ring = Keyring(str(path), clock)
+    keeping = asyncio.create_task(ring.keep())
+    await until(lambda: clock.sleepers)
+    path.write_text(text_of(SECOND))
+    await clock.advance(1)
+    await until(lambda: clock.sleepers)
+    assert ring.tokens.known.keys() == {SECOND[1]}
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_while_a_file_is_read_those_that_are_known_are_not_kept_waiting(path, monkeypatch):
+    ring, parse, go_on = Keyring(str(path), VirtualClock()), Tokens.parse, threading.Event()
+
+    def slowly(text, name):
+        go_on.wait()
+        return parse(text, name)
+
+    monkeypatch.setattr(Tokens, "parse", slowly)
+    path.write_text(text_of(SECOND))
+    waiting = asyncio.create_task(ring.admit(f"Bearer {SECOND[0]}"))
+    await asyncio.sleep(0)
+    assert await admitted(ring, FIRST)
+    path.write_text(text_of(FIRST, SECOND))  # after it was read, or before
+    both = asyncio.create_task(ring.look())
+    await asyncio.sleep(0)
+    go_on.set()
+    assert (await waiting).token == SECOND[1]
+    await both
+    assert ring.tokens.known.keys() == {FIRST[1], SECOND[1]}
+
+
+async def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(path):
+    for empty in ("", "# written by a script that was stopped\n"):
+        path.write_text(empty)
+        with pytest.raises(Invalid, match="empty") as caught:
+            Keyring(str(path), VirtualClock())
+        assert "kvtier tokens create" in caught.value.remedy
+    path.chmod(0o666)
+    with pytest.raises(Invalid, match="anybody"):
+        Keyring(str(path), VirtualClock())
+    path.unlink()
+    with pytest.raises(Invalid) as caught:
+        Keyring(str(path), VirtualClock())
+    assert "kvtier tokens create" in caught.value.remedy
+
+
+@pytest.mark.timeout(10)
+async def test_a_pipe_in_the_files_place_is_not_waited_for(path):
+    ring = Keyring(str(path), VirtualClock())
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    await ring.look()
+    assert await admitted(ring, FIRST)
+    with pytest.raises(Invalid, match="is no file"):
+        Keyring(str(path), VirtualClock())
+
+
+async def test_without_tokens_everybody_is_the_default_tenant():
+    assert await Open().admit("Bearer whatever-there-is") == everything("default")
