@@ -36,10 +36,10 @@ class Lines(Generic[X]):
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[X]] = {}
-        self._now = self._order = 0
+        self._now = self._order = self._count = 0
 
     def __bool__(self) -> bool:
-        return any(line.waiting for line in self._lines.values())
+        return self._count > 0
 
     def put(self, tenant: str, item: X, *, rank: Any = 0, cost: int = 1) -> None:
         """Have an item wait.
@@ -56,6 +56,7 @@ class Lines(Generic[X]):
         if not line.waiting:
             line.given = max(line.given, self._now)
         self._order += 1
+        self._count += 1
         heapq.heappush(line.waiting, _Waiting(rank, self._order, cost, item))
 
     def first(self) -> X:
@@ -66,9 +67,11 @@ class Lines(Generic[X]):
         """What is next. There must be something."""
         line = self._next()
         taken = heapq.heappop(line.waiting)
+        self._count -= 1
         self._now = line.given
         line.given += taken.cost
-        self._forget()
+        if len(self._lines) > 1:
+            self._forget()
         return taken.item
 
     def remove(self, item: X) -> bool:
@@ -78,10 +81,13 @@ class Lines(Generic[X]):
                 if each.item is item:
                     del line.waiting[index]
                     heapq.heapify(line.waiting)
+                    self._count -= 1
                     return True
         return False
 
     def _next(self) -> _Line[X]:
+        if len(self._lines) == 1:
+            return next(iter(self._lines.values()))
         return min((line for line in self._lines.values() if line.waiting), key=_place)
 
     def _forget(self) -> None:

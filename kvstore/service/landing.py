@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
+from kvstore.fairness import Lines
 from tiering import Movers
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Landing:
 
     On two cores whatever is done meanwhile holds the writer up. So a burst of writes lies where it is, and is copied and digested
     when it is over; its source is copied sooner where it runs out of room. Who asks for one of these blocks meanwhile has it
-    copied and digested at once, and waits for it (`settled`).
+    copied and digested at once, and waits for it (`settled`). Tenants take turns by bytes, at copies as at digests.
 
     Args:
         movers: The threads. Half of them work here at a time: the other cores are the writers'.
@@ -61,12 +62,13 @@ class Landing:
     def __init__(self, movers: Movers, unsealed: int) -> None:
         self._movers, self._limit = movers, unsealed
         self._most = max(1, movers.threads // 2)
-        self._loads: deque[_Load] = deque()
-        self._due = 0  # how many of them, from the first on, are to be copied without waiting for the end of the burst
-        self._copied: deque[tuple[_Load, Room]] = deque()
+        self._loads: Lines[_Load] = Lines()
+        self._due: dict[str, _Load] = {}  # by tenant: the last that is to be copied without waiting for the end of the burst
+        self._copied: Lines[tuple[_Load, Room]] = Lines()
         self._unsealed = 0
         self._reading = 0  # batches that are being copied
         self._pending: dict[_Load, int] = {}  # blocks of each that are not visible yet
+        self._of: Counter[str] = Counter()  # how many of those are a tenant's
         self._working: set[asyncio.Task[None]] = set()
         self._taken = 0.0  # when a load came last
         self._resting: asyncio.TimerHandle | None = None
@@ -96,11 +98,12 @@ class Landing:
             soon: The source is running out of room: this is not left for the end of the burst.
         """
         load = _Load(tenant, rooms, copies, copied)
-        self._loads.append(load)
+        self._loads.put(tenant, load, cost=load.nbytes)
         self._pending[load] = len(rooms)
+        self._of[tenant] += 1
         self._taken = time.monotonic()
         if soon:
-            self._due = len(self._loads)
+            self._due[tenant] = load
         self._start()
 
     def pending(self, tenant: str) -> bool:
@@ -144,12 +147,15 @@ class Landing:
             self._working.discard(me)
 
     async def _work_off(self) -> None:
+        copied = False
         while True:
-            if self._loads and self._unsealed < self._limit and (self._due or self._calm()):
+            copies = self._loads and self._unsealed < self._limit and (self._due or self._calm())
+            if copies and not (copied and self._copied and len(self._of) > 1):
                 await self._copy()
-            elif self._copied and self._calm():
-                load, room = self._copied.popleft()
-                await self._seal(load, room)
+                copied = True  # where tenants meet, a digest is next: whose blocks are copied waits for no more of others' copies
+            elif self._copied and (copies or self._calm()):
+                await self._seal(*self._copied.take())
+                copied = False
             else:
                 return
 
@@ -167,10 +173,12 @@ class Landing:
 
     async def _copy(self) -> None:
         """Copy the loads that come next, a batch of them in one visit to a thread."""
-        batch, nbytes = [self._loads.popleft()], 0
+        batch, nbytes = [self._loads.take()], 0
         while self._loads and (nbytes := nbytes + batch[-1].nbytes) < _BATCH:
-            batch.append(self._loads.popleft())
-        self._due = max(0, self._due - len(batch))
+            batch.append(self._loads.take())
+        for load in batch if self._due else ():
+            if self._due.get(load.tenant) is load:
+                del self._due[load.tenant]
         self._unsealed += sum(load.nbytes for load in batch)
         self._reading += 1
         try:
@@ -190,7 +198,8 @@ class Landing:
             for load in batch:
                 load.copied()
         for load in batch:
-            self._copied.extend((load, room) for room in load.rooms)
+            for room in load.rooms:
+                self._copied.put(load.tenant, (load, room), cost=room.payload.nbytes)
 
     async def _seal(self, load: _Load, room: Room) -> None:
         nbytes = room.payload.nbytes
@@ -212,6 +221,9 @@ class Landing:
         self._pending[load] -= blocks
         if not self._pending[load]:
             del self._pending[load]
+            self._of[load.tenant] -= 1
+            if not self._of[load.tenant]:
+                del self._of[load.tenant]
             load.landed.set_result(None)
 
 
