@@ -150,6 +150,13 @@ class Tokens:
             raise unauthenticated(f"access token {token_id} expired at {_moment(found.expires)}")
         return Access(found.tenant, frozenset(found.scopes), token_id)
 
+    def holds(self, token_id: str, seen: Token, now: float) -> bool:
+        """Whether what was seen of a token still lets in whoever showed it: it is the same one, allows no less, and is not over."""
+        found = self.known.get(token_id)
+        if found is None or (found.hash, found.tenant) != (seen.hash, seen.tenant) or not set(seen.scopes) <= set(found.scopes):
+            return False
+        return found.expires is None or found.expires.timestamp() > now
+
 
 def new_token(ids: Ids, tenant: str, scopes: Iterable[Scope], expires: datetime | None = None) -> tuple[str, str, Token]:
     """A token that nobody had before: its text, which is kept nowhere, its id, and what the file gets."""

@@ -30,7 +30,7 @@ from kvstore.gateway.routes import Decision, RouteAsked, RouteChoice, Routes
 from kvstore.gateway.settings import GatewaySettings
 from kvstore.gateway.tenancy import salted
 from kvstore.gateway.words import EngineTokenizer, OwnTokenizer
-from kvstore.server.auth import access_of, authenticated, check_exposed, needs
+from kvstore.server.auth import access_of, authenticated, begun, check_exposed, needs
 from kvstore.server.console import console_routes
 from kvstore.server.keyring import Door, door
 from kvstore.server.logs import logged, name_request
@@ -153,7 +153,7 @@ class _Face:
         app = web.Application(middlewares=checks, client_max_size=MOST_BODY)
         app.on_shutdown.append(lambda _: self._proxy.stop())
         app.on_response_prepare.append(_unsigned)
-        app.on_response_prepare.append(name_request)
+        app.on_response_prepare.extend([begun, name_request])
         app.add_routes(
             [
                 web.post(CHAT, self._proxy.handle),

@@ -127,9 +127,9 @@ class Proxy:
             if not wait.expired():
                 wait.reschedule(min(wait.when() or self._ends, self._ends))
 
-    @needs("write")
+    @needs("write", finishes=True)
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forward one request.
+        """Forward one request. It was let in, and its answer is given to its end.
 
         Raises:
             Invalid: Its body is no JSON object.

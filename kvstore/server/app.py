@@ -19,7 +19,7 @@ from kvstore.clock import Clock, RandomIds, SystemClock
 from kvstore.config import AuthSettings, TlsSettings, is_loopback, parse_address
 from kvstore.errors import AlreadyExists, Denied, Invalid, Overloaded
 from kvstore.fairness import Shares
-from kvstore.server.auth import ACCESS, access_of, authenticated, check_exposed, needs
+from kvstore.server.auth import ACCESS, access_of, authenticated, begun, check_exposed, needs
 from kvstore.server.console import console_routes
 from kvstore.server.events import event_route
 from kvstore.server.inflight import InFlight
@@ -159,7 +159,7 @@ def application(
     own = [_host_check(bound)] if bound else []
     checks = [logged(RandomIds()), visitors.middleware(), problems, *own, authenticated(who, metrics.observe), _at_most(limits)]
     app = web.Application(middlewares=checks, client_max_size=limits.body)
-    app.on_response_prepare.append(name_request)
+    app.on_response_prepare.extend([begun, name_request])
     app.add_routes(call_routes(service, in_flight, limits, metrics.observe))
     app.add_routes(Blocks(service, in_flight, limits, metrics.observe).routes())
     app.add_routes([event_route(service, in_flight.stopping), web.get("/metrics", _metrics(service, metrics), name="metrics")])

@@ -5,13 +5,14 @@ Used by the node and by the gateway. A route without `needs` is refused to every
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from kvstore.access import Access, Need
+from kvstore.access import Access, Need, unauthenticated
 from kvstore.config import AuthSettings, TlsSettings, is_loopback
 from kvstore.errors import Denied, Invalid, KVTierError
 from kvstore.server.keyring import Door
@@ -21,13 +22,16 @@ from kvstore.server.problems import Handler
 F = TypeVar("F", bound=Callable[..., Any])
 ACCESS: Final = web.RequestKey("ACCESS", Access)
 _NEEDS: Final = "kvtier_needs"
+_FINISHES: Final = "kvtier_finishes"
+_BEGUN: Final = web.RequestKey("kvtier.begun", bool)
 
 
-def needs(need: Need) -> Callable[[F], F]:
-    """Says what a route's handler asks of its caller."""
+def needs(need: Need, *, finishes: bool = False) -> Callable[[F], F]:
+    """Says what a route's handler asks of its caller, and whether a request goes on to its end though its token ends meanwhile."""
 
     def mark(handler: F) -> F:
         setattr(handler, _NEEDS, need)
+        setattr(handler, _FINISHES, finishes)
         return handler
 
     return mark
@@ -45,7 +49,10 @@ def access_of(request: web.Request) -> Access:
 
 
 def authenticated(who: Door, observe: Observe) -> Middleware:
-    """Lets nobody through to a handler whose access does not include what the handler needs."""
+    """Lets nobody through to a handler whose access does not include what the handler needs, or for longer than it holds.
+
+    The application has `begun` among its `on_response_prepare`.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -61,9 +68,27 @@ def authenticated(who: Door, observe: Observe) -> Middleware:
         except Denied as error:
             observe(match.route.name or "other", error.kind, 0.0)
             raise
-        return await handler(request)
+        if getattr(match.handler, _FINISHES, False):
+            return await handler(request)
+        end = asyncio.timeout(None)
+        try:
+            async with end:
+                with who.ending(access, end):
+                    return await handler(request)
+        except TimeoutError:
+            if not end.expired():  # the handler's own
+                raise
+        observe(match.route.name or "other", "unauthenticated", 0.0)
+        if _BEGUN in request and request.transport is not None:
+            request.transport.abort()  # nothing can be said any more, but that this is not the end
+        raise unauthenticated("the access token expired or was revoked while it was answered")
 
     return check
+
+
+async def begun(request: web.Request, _: web.StreamResponse) -> None:
+    """For `on_response_prepare`: what ends from here on cannot be answered otherwise."""
+    request[_BEGUN] = True
 
 
 def check_exposed(host: str, port: int, auth: AuthSettings, tls: TlsSettings, *, field: str) -> None:

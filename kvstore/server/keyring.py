@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvstore.access import MAX_FILE, NOBODY, WHOLE, Access, Tokens, bearer, everything, id_of
+from kvstore.access import MAX_FILE, NOBODY, WHOLE, Access, Token, Tokens, bearer, everything, id_of
 from kvstore.clock import Clock
 from kvstore.config import AuthSettings
 from kvstore.errors import Invalid
@@ -32,6 +34,10 @@ class Door(Protocol):
         """Who sent this `Authorization` header; `NOBODY` without one. Raises `Denied` for one that is not valid."""
         ...
 
+    def ending(self, access: Access, end: asyncio.Timeout) -> AbstractContextManager[None]:
+        """While the block runs, `end` comes when what `access` was admitted by expires or is taken back."""
+        ...
+
     async def keep(self) -> None:
         """Learn of changes. Runs until cancelled, or returns where there are none."""
         ...
@@ -45,6 +51,10 @@ class Open:
     async def admit(self, header: str) -> Access:  # noqa: ARG002  nobody is asked
         """See `Door`."""
         return everything(TENANT)
+
+    def ending(self, access: Access, end: asyncio.Timeout) -> AbstractContextManager[None]:  # noqa: ARG002  nothing is taken back
+        """See `Door`."""
+        return nullcontext()
 
     async def keep(self) -> None:
         """See `Door`."""
@@ -72,6 +82,7 @@ class Keyring:
         self._seen: _Seen | None = self._signature()
         self.tokens, self.wrong = self._read(), ""
         self._looking: asyncio.Task[None] | None = None
+        self._under_way: dict[asyncio.Timeout, tuple[str, Token]] = {}
 
     async def admit(self, header: str) -> Access:
         """See `Door`."""
@@ -83,19 +94,41 @@ class Keyring:
             await self.look()
         return self.tokens.of(text, self._clock.now())
 
+    @contextmanager
+    def ending(self, access: Access, end: asyncio.Timeout) -> Iterator[None]:
+        """See `Door`."""
+        held = self.tokens.known.get(access.token)
+        if held is not None:
+            self._under_way[end] = access.token, held
+        try:
+            yield
+        finally:
+            self._under_way.pop(end, None)
+
     async def keep(self) -> None:
         """See `Door`."""
         while True:
-            await self.look()
+            await asyncio.wait([self._begin()], timeout=_LOOK_S)  # a file that does not answer keeps no token from expiring
+            self._end()
             await self._clock.sleep(_LOOK_S)
 
     async def look(self) -> None:
         """Be as the file is now."""
         if self._looking is not None and not self._looking.done():
             await asyncio.shield(self._looking)  # it may have begun before what the caller knows of
+        await asyncio.shield(self._begin())
+
+    def _begin(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
-        await asyncio.shield(self._looking)
+        return self._looking
+
+    def _end(self) -> None:
+        """End what is under way for tokens that are valid no more."""
+        now, at = self._clock.now(), asyncio.get_running_loop().time()
+        for end, (token_id, held) in self._under_way.items():
+            if not self.tokens.holds(token_id, held, now) and not end.expired():
+                end.reschedule(at)
 
     async def _look(self) -> None:
         try:
@@ -105,6 +138,7 @@ class Keyring:
                 return
             self.tokens, self.wrong = await asyncio.to_thread(self._read), ""
             log.info("%s was read again: %d tokens", self._path, len(self.tokens.known))
+            self._end()
         except Invalid as error:
             why = f"{error.message}; the tokens read before stay valid"
             if why != self.wrong:  # said once, not for every request

@@ -14,7 +14,7 @@ from kvstore import api
 from kvstore.errors import Invalid
 from kvstore.server.acting import act
 from kvstore.server.auth import access_of, needs
-from kvstore.server.inflight import InFlight
+from kvstore.server.inflight import READS, InFlight
 from kvstore.server.limits import Limits
 from kvstore.server.observe import Observe, observed
 from kvstore.server.ports import Service
@@ -41,7 +41,7 @@ def pattern(path: str) -> str:
 def _handler(call: api.Call, service: Service, in_flight: InFlight, limits: Limits, observe: Observe) -> Handler:
     types = {field.encode_name: field.type for field in msgspec.structs.fields(call.request)}
 
-    @needs(call.scope)
+    @needs(call.scope, finishes=call.name not in READS)  # what a change does must not depend on when it is looked at
     async def handle(request: web.Request) -> web.Response:
         with observed(observe, call.name):
             fields = await _fields(request, types, call.name, float(limits.upload))
