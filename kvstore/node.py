@@ -16,7 +16,7 @@ import xxhash
 from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.config import Settings, StorageUrl
-from kvstore.errors import Invalid, Unsupported
+from kvstore.errors import Denied, Invalid, Unsupported
 from kvstore.keys import Keys
 from kvstore.lifecycle.collector import CollectSettings
 from kvstore.lifecycle.health import Health, StoreSigns, collector_reason
@@ -45,12 +45,15 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Lru, Movers, Origin, SecondSight, Stack, StackSettings, TierError
+from tiering import DiskTier, DramTier, Lru, Movers, Origin, SealedOtherwise, SecondSight, Stack, StackSettings, TierError
 
 if TYPE_CHECKING:
     from kvstore.mesh.publishing import Publisher
 
 DEFAULT_TENANT = "default"
+_ELSEWHERE = (
+    "or point nvme.path at an empty folder: blocks come from the bucket again, but no commit that only the old folder holds"
+)
 
 
 class Node:
@@ -170,7 +173,8 @@ class Node:
             background.run("replay", partial(_replay, commits, degraded))
             if bucket.configured:
                 background.run("collect", collections.keep)
-                background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock))
+                missed = partial(plane.reads.asked, "lookup", 0, 1)
+                background.run("warm", partial(keep_learning, lambda: bucket.repo, list(tiers), clock, missed))
             yield cls(settings, service, tiers, registry, movers, clock, mesh, background, health)
 
     @asynccontextmanager
@@ -240,17 +244,25 @@ async def _repository(
 
 @asynccontextmanager
 async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
-    path = _folder(settings.nvme.path)
-    try:
-        await movers.run(refuse_more_disk_than_there_is, path, int(settings.nvme.size))
-        policy = SecondSight if settings.nvme.admission == "second" else Lru
-        key_file = settings.encryption.key_file
-        seals = DiskSeals(MasterKeys.read(key_file)) if key_file else None
-        owners = [_number(name) for name in _served(settings)]
-        async with DiskTier.open(path, int(settings.nvme.size), movers, policy=policy, seals=seals, owners=owners) as disk:
-            yield disk
-    except (TierError, OSError) as error:
-        raise Invalid(f"nvme.path {path}: {error}", remedy="name a folder of this node alone, with room for nvme.size") from error
+    path, size, key_file = _folder(settings.nvme.path), int(settings.nvme.size), settings.encryption.key_file
+    policy = SecondSight if settings.nvme.admission == "second" else Lru
+    owners = [_number(name) for name in _served(settings)]
+    async with AsyncExitStack() as lifetime:
+        try:
+            await movers.run(refuse_more_disk_than_there_is, path, size)
+            seals = DiskSeals(MasterKeys.read(key_file)) if key_file else None
+            opening = DiskTier.open(path, size, movers, policy=policy, seals=seals, owners=owners)
+            disk = await lifetime.enter_async_context(opening)
+        except Denied as error:
+            remedy = f"restore the key file, {_ELSEWHERE}"
+            raise Denied(f"nvme.path {path}: {error.message}", kind=error.kind, remedy=remedy) from error
+        except SealedOtherwise as error:
+            remedy = f"{'leave encryption.key_file empty' if key_file else 'set encryption.key_file'}, {_ELSEWHERE}"
+            raise Invalid(f"nvme.path {path}: {error}", remedy=remedy) from error
+        except (TierError, OSError) as error:
+            remedy = "name a folder of this node alone, with room for nvme.size"
+            raise Invalid(f"nvme.path {path}: {error}", remedy=remedy) from error
+        yield disk
 
 
 def _folder(text: str) -> Path:

@@ -132,7 +132,8 @@ class DiskTier:
 
         Raises:
             PathInUse: Another tier has the folder open.
-            TierError: Another version of this software wrote it, or it is sealed and should not be, or the other way round.
+            TierError: Another version of this software wrote it.
+            SealedOtherwise: It is sealed and `seals` is None, or the other way round.
             OSError: The folder cannot be used.
         """
         with contextlib.ExitStack() as closing:

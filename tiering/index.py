@@ -17,7 +17,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiering.movers import be_nice
 from tiering.sealer import Sealer, Seals
-from tiering.tier import TierError
+from tiering.tier import SealedOtherwise, TierError
 
 _log = logging.getLogger("tiering.index")
 
@@ -82,7 +82,8 @@ class Index:
             seals: Makes its sealer.
 
         Raises:
-            TierError: Another version of this software wrote it; or it is sealed and should not be, or the other way round.
+            TierError: Another version of this software wrote it.
+            SealedOtherwise: It is sealed and `seals` is None, or the other way round.
             OSError: It cannot be created.
         """
         problem = _damage(path)
@@ -126,9 +127,7 @@ class Index:
         if layout not in {None, _LAYOUT, _SEALED}:
             raise TierError(f"{path} has layout {layout!r}, this version knows {_SEALED!r}: remove the folder, or use another")
         if layout is not None and (layout == _SEALED) != (seals is not None):
-            raise TierError(
-                f"{path} is {'' if layout == _SEALED else 'not '}sealed: use another folder, or remove this one: it is a cache"
-            )
+            raise SealedOtherwise(f"{path} is {'' if layout == _SEALED else 'not '}sealed")
         if seals is None:
             return [Change(META, b"layout", _LAYOUT)] if layout is None else []
         keep, self.sealer = seals(kept)

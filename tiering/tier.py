@@ -18,6 +18,10 @@ class TierError(Exception):
     """A tier cannot be opened or used as asked: a fault of set-up, never the absence of a value."""
 
 
+class SealedOtherwise(TierError):
+    """A folder is sealed, and was opened without what seals; or the other way round."""
+
+
 class PathInUse(TierError):
     """Another tier, in this process or another, has this path open."""
 

@@ -8,17 +8,19 @@ learns now and then where the blocks of its tenants' prefixes are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
 
 from kvstore.api import Session
 from kvstore.clock import Clock
-from kvstore.errors import Corrupt, Gone, NotFound, Unavailable
+from kvstore.errors import Corrupt, Denied, Gone, NotFound, Unavailable
 from kvstore.ids import BlockName, NamespaceId, Shard
 from kvstore.model import Copy, Manifest
 from kvstore.repo import Repo
 
+log = logging.getLogger(__name__)
 PREFIX: Final = "warm/"
 """What ids of sessions that keep a shared prefix begin with."""
 LEARN_EVERY_S: Final = 300.0
@@ -74,8 +76,8 @@ async def learn(repo: Repo, tenant: str) -> int:
                 continue  # somebody's own, and looking it up would renew it
             try:
                 _, manifest = await repo.sessions.resolve(tenant, session.id, session.namespace, session.lane)
-            except (Corrupt, Gone, NotFound):
-                continue  # gone since it was listed; what is damaged, `fsck` names
+            except (Corrupt, Denied, Gone, NotFound):
+                continue  # gone since it was listed; what is damaged, or has no key, `fsck` names
             known += _remember(repo, manifest, _MOST_COPIES - known)
         cursor = page.cursor
         if not cursor:
@@ -83,18 +85,23 @@ async def learn(repo: Repo, tenant: str) -> int:
     return known
 
 
-async def keep_learning(repo: Callable[[], Repo], tenants: Collection[str], clock: Clock) -> None:
+async def keep_learning(repo: Callable[[], Repo], tenants: Collection[str], clock: Clock, missed: Callable[[], None]) -> None:
     """Learn again and again: others publish, too. Runs until cancelled.
 
     Args:
         repo: The repository of the moment; raises `Unavailable` until it is reached.
         tenants: Those that this node serves.
         clock: This host's.
+        missed: Told for each tenant whose prefixes could not be looked up, as when its keys are gone.
     """
     while True:
         try:
             for tenant in tenants:
-                await learn(repo(), tenant)
+                try:
+                    await learn(repo(), tenant)
+                except (Corrupt, Denied, Gone) as error:
+                    log.warning("shared prefixes of tenant %s were not looked up: %s", tenant, error)
+                    missed()
         except Unavailable:
             await clock.sleep(_LOOK_AGAIN_S)  # the node says what is wrong with its bucket
         else:

@@ -14,6 +14,7 @@ from kvstore.lifecycle.removal import drop_namespace
 from kvstore.lifecycle.warm import LEARN_EVERY_S, keep_learning, learn, publish
 from kvstore.repo import want
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny
+from kvstore.sealing import MasterKey, MasterKeys
 
 NS = tiny()
 SYSTEM = range(16)  # four blocks
@@ -78,9 +79,31 @@ async def test_a_node_keeps_learning_and_waits_for_a_bucket_that_is_away(repo, o
                 raise asyncio.CancelledError
 
     with suppress(asyncio.CancelledError):
-        await keep_learning(reached, ["default"], Clock())
+        await keep_learning(reached, ["default"], Clock(), lambda: None)
     assert moments == [5, LEARN_EVERY_S, LEARN_EVERY_S]
     assert await other.origin.contains(wants(shelf, SYSTEM)) == 4
+
+
+async def test_a_tenant_whose_keys_are_gone_is_a_counted_miss_and_the_others_are_looked_up(memory, clock, shelf, caplog):
+    masters = MasterKeys([MasterKey("1", b"k" * 32)])
+    async with opened(memory, clock, masters=masters) as repo:
+        for tenant in ("gone", "ann"):
+            await commit(repo, shelf, "origin", SYSTEM, 0, tiny(tenant))
+            await publish(repo, tenant, "origin")
+        await memory.delete([repo.root.keys.tenant_keys("gone")])
+    missed = []
+
+    class Clock(VirtualClock):
+        async def sleep(self, seconds):
+            raise asyncio.CancelledError
+
+    async with opened(memory, clock, SeededIds(3), masters=masters) as repo:
+        with suppress(asyncio.CancelledError):
+            await keep_learning(lambda: repo, ["gone", "ann"], Clock(), lambda: missed.append(1))
+        assert len(missed) == 1
+        assert repo.uploads.known(wants(shelf, SYSTEM, tiny("ann"))[0].ref.name) is not None
+    assert "tenant gone were not looked up" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_what_is_learnt_and_gone_is_a_miss_and_is_forgotten(repo, other, clock, shelf):

@@ -61,3 +61,28 @@ async def test_what_does_not_belong_together_is_refused_at_start(tmp_path, key_f
             pass
     with pytest.raises(Invalid, match="key_file"):
         await kvstore.connect("kvtier://host:1?key_file=x")
+
+
+async def test_a_disk_tier_whose_master_key_is_gone_says_what_to_do(tmp_path, key_file):
+    disk, other = tmp_path / "nvme", tmp_path / "other"
+    other.touch(mode=0o600)
+    other.write_text(spelled(made("2")))
+    url = f"memory://sealing-node-4/kv?dram=16MiB&nvme=16MiB&nvme_path={disk}"
+    async with kvstore.open(f"{url}&key_file={key_file}"):
+        pass
+    refused = []
+    for key in ("", f"&key_file={other}"):
+        fresh = url.replace("node-4", f"node-5{len(refused)}")  # what is wrong is the disk's key, not the bucket's
+        with pytest.raises((Denied, Invalid)) as caught:
+            async with kvstore.open(fresh + key):
+                pass
+        refused.append(caught.value)
+        assert str(disk) in caught.value.message
+        assert "or point nvme.path at an empty folder" in caught.value.remedy
+    without, wrong = refused
+    assert "is sealed" in without.message
+    assert "set encryption.key_file" in without.remedy
+    assert (wrong.kind, "master key '1', which is not in" in wrong.message) == ("no_key", True)
+    assert "restore the key file" in wrong.remedy
+    async with kvstore.open(f"{url.replace(str(disk), str(disk) + '2')}&key_file={key_file}"):
+        pass
