@@ -220,7 +220,11 @@ class _Face:
         else:
             blocks = checked_blocks(asked.prefix_ids or [])
             plan = await routing.planned(blocks, asked.tokens or len(blocks) * routing.namespace.block_tokens, ready)
-        found = [RouteChoice(engine=each.name, url=each.url, predicted=rounded(plan.priced[each.name])) for each in plan.engines]
+        where = access.may("admin")  # what is inside the network is the operator's; a name is in every answer
+        found = [
+            RouteChoice(engine=each.name, url=each.url if where else "", predicted=rounded(plan.priced[each.name]))
+            for each in plan.engines
+        ]
         return _json(Routes(candidates=found))
 
     @needs("admin")

@@ -25,7 +25,13 @@ class RouteAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, and what was predicted for it."""
+    """One engine, and what was predicted for it.
+
+    Attributes:
+        engine: Its name.
+        url: Its base; "" for whoever has not the scope `admin`.
+        predicted: See there.
+    """
 
     engine: str
     url: str

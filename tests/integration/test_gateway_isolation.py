@@ -137,6 +137,15 @@ async def test_a_token_without_the_scope_reaches_no_engine(stage):
     assert status == 403, text  # blocks by name may be anybody's
 
 
+async def test_where_engines_are_is_told_to_operators_alone(stage):
+    told = {}
+    for scope in ("read", "admin"):
+        status, text = await stage.ask("POST", "/v1/route", stage.bearer("acme", [scope]), json=BODIES["/v1/route"])
+        assert status == 200
+        told[scope] = [(each["engine"], each["url"]) for each in json.loads(text)["candidates"]]
+    assert told == {"read": [("a", "")], "admin": [("a", stage.fleet.engines["a"].url)]}
+
+
 async def test_the_same_request_of_two_tenants_shares_nothing_at_an_engine(stage):
     acme, rival = stage.bearer("acme"), stage.bearer("rival")
     for body in (
