@@ -142,7 +142,7 @@ class Node:
             )
             lifetime.push_async_callback(commits.drain, float(settings.limits.drain))
             here = store is not None or not settings.store.url.startswith("s3:")
-            collections = _collections(settings, bucket, clock, here=here)
+            collections = _collections(settings, bucket, clock, accounts, here=here)
             lifetime.push_async_callback(collections.aclose)
             interval = int(settings.lifecycle.collect_interval)
             health.ask("collector", lambda: collector_reason(collections.stats(""), interval))
@@ -336,10 +336,12 @@ async def _replay(commits: Commits, degraded: dict[str, str]) -> None:
         degraded.pop("commits", None)
 
 
-def _collections(settings: Settings, bucket: Bucket, clock: Clock, *, here: bool) -> Collections:
+def _collections(settings: Settings, bucket: Bucket, clock: Clock, accounts: Accounts, *, here: bool) -> Collections:
     """Collections in a process of their own, where they cost the serving loop nothing; here only if the store lives here, too."""
     interval = int(settings.lifecycle.collect_interval)
     runner = (
-        InProcess(lambda: bucket.repo, CollectSettings.of(settings.lifecycle)) if here else Subprocess(settings, keep=interval > 0)
+        InProcess(lambda: bucket.repo, CollectSettings.of(settings.lifecycle))
+        if here
+        else Subprocess(settings, keep=interval > 0, accounts=accounts)
     )
     return Collections(runner, lambda: bucket.repo, clock, interval)

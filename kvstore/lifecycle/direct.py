@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
@@ -10,13 +11,17 @@ from typing import Final
 import msgspec
 
 from kvstore import api
+from kvstore.accounts import Accounts
 from kvstore.clock import Clock, Ids
 from kvstore.config import Settings, StorageUrl
 from kvstore.errors import Unsupported
 from kvstore.keys import Keys
 from kvstore.lifecycle.collector import Collector, CollectSettings, Watch
 from kvstore.lifecycle.dryrun import Report
+from kvstore.lifecycle.messages import Spent
 from kvstore.objects import RetryingStore, S3Settings, probe
+from kvstore.objects.base import ObjectStore
+from kvstore.objects.counting import CountingStore
 from kvstore.objects.credential_chain import chain
 from kvstore.objects.opening import open_store, s3_settings
 from kvstore.objects.paced import PacedStore
@@ -34,8 +39,8 @@ class DirectCollector:
         collector: What works on the repository.
     """
 
-    def __init__(self, collector: Collector, root: str, where: S3Settings | None) -> None:
-        self.collector, self._root, self._where = collector, root, where
+    def __init__(self, collector: Collector, accounts: Accounts, root: str, where: S3Settings | None) -> None:
+        self.collector, self._accounts, self._root, self._where = collector, accounts, root, where
 
     @classmethod
     @asynccontextmanager
@@ -51,7 +56,8 @@ class DirectCollector:
         url, lifecycle = StorageUrl.parse(settings.store.url), settings.lifecycle
         keys = Keys(url.path)
         async with AsyncExitStack() as lifetime:
-            store = await lifetime.enter_async_context(open_store(url, settings.store, clock))
+            accounts = Accounts()
+            store: ObjectStore = CountingStore(await lifetime.enter_async_context(open_store(url, settings.store, clock)), accounts)
             if lifecycle.collect_rate:
                 store = PacedStore(store, lifecycle.collect_rate, clock)
             await probe(store, keys.probe(ids.new()), clock, ids)
@@ -61,7 +67,16 @@ class DirectCollector:
             opening = Repo.open(RetryingStore(store, clock, ids), keys, clock, ids, movers.run, how, sealing=sealing)
             repo = await lifetime.enter_async_context(opening)
             collector = Collector(repo, CollectSettings.of(lifecycle))
-            yield cls(collector, keys.root, s3_settings(url, settings.store) if url.scheme == "s3" else None)
+            yield cls(collector, accounts, keys.root, s3_settings(url, settings.store) if url.scheme == "s3" else None)
+
+    def spent(self) -> Spent:
+        """What it asked of the store by now, for whomever; looks at the bucket's versions are not counted."""
+        requests: Counter[str] = Counter()
+        for account in self._accounts:
+            requests.update(account.requests)
+        return Spent(
+            requests=requests, sent=sum(each.sent for each in self._accounts), fetched=sum(each.fetched for each in self._accounts)
+        )
 
     async def run(self, request: api.Collect, *, report: Report | None = None, watch: Watch | None = None) -> api.Collected:
         """One collection, and what a versioned bucket needs besides. Raises as :meth:`Collector.run`."""

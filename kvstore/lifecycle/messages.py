@@ -31,6 +31,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     fresh_s: float = 0
 
 
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests to the store by verb, and bytes of bodies to it and from it, since the process started."""
+
+    requests: dict[str, int] = {}
+    sent: int = 0
+    fetched: int = 0
+
+
 class Progressed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="progress"):
     """How far it has come; see :class:`kvstore.lifecycle.collector.Progress`."""
 
@@ -39,6 +47,7 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
     listed: int
     deleted: int
     freed: int
+    spent: Spent = Spent()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="collected"):

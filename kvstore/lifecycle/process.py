@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ from kvstore.config import load
 from kvstore.errors import KVTierError
 from kvstore.lifecycle.collector import Progress
 from kvstore.lifecycle.direct import DirectCollector
-from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup
+from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup, Spent
 
 log = logging.getLogger(__name__)
 NICE: Final = 10  # 19 would starve it where every core is busy for days: then nothing is ever collected
@@ -32,8 +33,8 @@ _TELL_EVERY_S: Final = 1.0
 class _Teller:
     """Writes events; of progress, one a second and never none for long."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, spent: Callable[[], Spent]) -> None:
+        self._clock, self._spent = clock, spent
         self._last = Progress()
         self._told = float("-inf")
 
@@ -49,7 +50,7 @@ class _Teller:
 
     def tell(self) -> None:
         self._told = self._clock.monotonic()
-        write(Progressed(**msgspec.structs.asdict(self._last)))
+        write(Progressed(**msgspec.structs.asdict(self._last), spent=self._spent()))
 
 
 def write(event: Event) -> None:
@@ -89,7 +90,7 @@ async def serve() -> int:
 
 
 async def _work(direct: DirectCollector, job: Job, clock: Clock) -> api.Collected | None:
-    teller = _Teller(clock)
+    teller = _Teller(clock, direct.spent)
     beating = asyncio.create_task(teller.beat())
     try:
         if job.fresh_s and await direct.collector.fresh(job.fresh_s):

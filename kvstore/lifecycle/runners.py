@@ -12,11 +12,13 @@ from typing import Final, Protocol
 import msgspec
 
 from kvstore import api
+from kvstore.accounts import Accounts
 from kvstore.config import Settings
 from kvstore.errors import Closed, Unavailable
 from kvstore.lifecycle.collector import Collector, CollectSettings, Progress, Watch
 from kvstore.lifecycle.direct import told
-from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup
+from kvstore.lifecycle.messages import BEAT_S, MAX_LINE, Ended, Event, Failed, Job, Progressed, Setup, Spent
+from kvstore.payer import NOBODY
 from kvstore.repo import Repo
 
 log = logging.getLogger(__name__)
@@ -75,11 +77,12 @@ class Subprocess:
     Args:
         settings: The node's.
         keep: Whether the process stays between runs.
+        accounts: Where what it asks of the store is counted, as the node's own work.
     """
 
-    def __init__(self, settings: Settings, *, keep: bool) -> None:
+    def __init__(self, settings: Settings, *, keep: bool, accounts: Accounts | None = None) -> None:
         self._setup = Setup(settings=told(settings), log_level=logging.getLevelName(log.getEffectiveLevel()))
-        self._keep = keep
+        self._keep, self._accounts, self._counted = keep, accounts or Accounts(), Spent()
         self._process: asyncio.subprocess.Process | None = None
         self._closed = False
 
@@ -106,7 +109,9 @@ class Subprocess:
                 event = await _event(process, heard=heard)
                 heard = True
                 if isinstance(event, Progressed):
-                    watch(Progress(**msgspec.structs.asdict(event)))
+                    fields = msgspec.structs.asdict(event)
+                    self._count(fields.pop("spent"))
+                    watch(Progress(**fields))
                 elif isinstance(event, Failed):
                     raise event.problem.error()
                 else:
@@ -116,6 +121,13 @@ class Subprocess:
         except (asyncio.CancelledError, _LostError):
             await self._end()
             raise
+
+    def _count(self, spent: Spent) -> None:
+        before, self._counted = self._counted, spent
+        account = self._accounts.of(*NOBODY)
+        account.requests.update({verb: count - before.requests.get(verb, 0) for verb, count in spent.requests.items()})
+        account.sent += spent.sent - before.sent
+        account.fetched += spent.fetched - before.fetched
 
     async def rest(self) -> None:
         """See `Runner`."""
@@ -141,6 +153,7 @@ class Subprocess:
             limit=MAX_LINE,
             start_new_session=True,  # Ctrl-C in the terminal is for the node, which then ends it
         )
+        self._counted = Spent()
         log.info("the collector runs as process %d", self._process.pid)
         await _send(self._process, self._setup)
         return self._process

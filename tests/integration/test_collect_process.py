@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import api
+from kvstore.accounts import Accounts
 from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import load
 from kvstore.errors import Unavailable
@@ -81,7 +82,12 @@ async def blocks_of(store, url) -> set[str]:
 async def test_it_collects_the_bucket_at_low_priority_and_knows_no_secret_by_its_command_line(bucket, runner, seaweed):
     store, live, url = bucket
     seen = []
+    runner._accounts = accounts = Accounts()
     done = await runner.run(Job(request=api.Collect(now=True)), seen.append)
+    spent = accounts.of("")
+    assert spent.requests["delete"] >= 1
+    assert (spent.requests["list"] >= 3, spent.sent > 0, spent.fetched > 0) == (True, True, True)
+    first = dict(spent.requests)
     assert (done.blocks_kept, done.blocks_deleted, done.warnings) == (4, 40, [])
     assert await blocks_of(store, url) == live
     assert (seen[-1].phase, seen[-1].deleted) == ("blocks", 41)
@@ -95,6 +101,7 @@ async def test_it_collects_the_bucket_at_low_priority_and_knows_no_secret_by_its
     again = await runner.run(Job(request=api.Collect(now=True)), ignore)
     assert (again.blocks_kept, again.blocks_deleted) == (4, 0)
     assert runner._process.pid == pid  # and with it, what it remembers
+    assert first["list"] < spent.requests["list"] <= 2 * first["list"]  # totals of a process are not counted twice
     assert await runner.run(Job(request=api.Collect(), fresh_s=600), ignore) is None
     await runner.aclose()
     assert not alive(pid)
@@ -183,6 +190,13 @@ async def test_a_node_collects_there_on_request_and_periodically_and_shows_it(bu
     flags = {"store.url": url, "dram.size": "8MiB", "node.listen": "", "lifecycle.collect_interval": "1"}
     async with Node.open(load(flags=flags).settings) as node:
         call = node.service.call
+
+        async def deletions():
+            """That the account of the node's own work has: its probe deletes what it wrote, and else only collections delete."""
+            cost = (await call("default", "stats", api.Nothing())).cost
+            return sum(each.requests.get("delete", 0) for each in cost if not each.tenant)
+
+        before = await deletions()
         done = await call("default", "collect", api.Collect(now=True))
         assert (done.blocks_deleted, await blocks_of(store, url)) == (40, live)
 
@@ -201,6 +215,7 @@ async def test_a_node_collects_there_on_request_and_periodically_and_shows_it(bu
         assert [(usage.namespace, usage.blocks) for usage in found.usage] == [(NS.id, 4)]
         families = {family.name: family for family in NodeCollector(await call("default", "stats", api.Nothing())).collect()}
         assert families["kvtier_collector_deleted"].samples[0].value >= 41
+        assert await deletions() > before
         assert families["kvtier_bucket_blocks"].samples[0].value == 4
         assert families["kvtier_collector_last_success_timestamp_seconds"].samples[0].value == found.last_success
         pid = node.service._collections._runner._process.pid
