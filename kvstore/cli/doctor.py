@@ -35,11 +35,13 @@ def doctor(
 ) -> None:
     """Check the store's guarantees, disk, memory, clock, credentials and peers, and say what to do.
 
-    Where neither a store nor a configuration file is named or found, it looks at the store of your own `kvtier up`. Writes two
-    small objects under the store's prefix and deletes them again. Ends with 1 where something keeps a node from working.
+    Where neither a store nor a configuration file is named or found, it looks at the store of your own `kvtier up`. A folder named
+    with --data says where disk tier and socket are, as it does for `kvtier up`. Writes two small objects under the store's prefix
+    and deletes them again. Ends with 1 where something keeps a node from working.
     """
     folder, loaded = folder_of_up(data, config), read(config, settings, {"store.url": store})
-    if not loaded.settings.store.url and folder is not None and used_by_up(folder):
+    ours = folder is not None and (folder.is_dir() if data is not None else not loaded.settings.store.url and used_by_up(folder))
+    if folder is not None and ours:
         loaded = read(config, settings, in_folder(loaded, folder))
     if form is Format.table:
         typer.echo("what this configuration would do here, not what a running node was started with:", err=True)

@@ -83,7 +83,7 @@ def _doctor(folder: Path, store: str, config: Path | None, flags: list[str]) -> 
     words = ["kvtier", "doctor"]
     words += ["--store", store] if store else []
     words += ["--config", str(file.absolute())] if file is not None else []
-    words += ["--data", str(folder)] if file is not None or folder != data_folder(None) else []
+    words += ["--data", str(folder)] if store or file is not None or folder != data_folder(None) else []
     words += [word for flag in flags for word in ("--set", flag)]
     return shlex.join(words)
 

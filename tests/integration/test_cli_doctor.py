@@ -92,6 +92,17 @@ def test_a_store_that_is_out_of_reach(monkeypatch):
     assert "http://127.0.0.1:9" in found["guarantees"]["remedy"]
 
 
+def test_a_data_folder_says_where_disk_and_socket_are_also_where_the_store_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    asked = ["doctor", "--store", "s3://bucket/x?endpoint=http://127.0.0.1:9", "--format", "json", "--data", str(tmp_path)]
+    for more, disk in ([], tmp_path / "nvme"), (["--set", f"nvme.path={tmp_path}/other"], tmp_path / "other"):
+        result = CliRunner().invoke(app, [*asked, *more, "--set", "nvme.size=1MiB"], catch_exceptions=False)
+        found = {line["name"]: line for line in map(json.loads, result.stdout.splitlines())}
+        assert found["disk"]["detail"].startswith(f"{disk}: ")
+        assert (found["socket"]["status"], found["socket"]["detail"]) == ("ok", f"{tmp_path}/node.sock")
+
+
 class Careless(MemoryStore):
     """Takes conditions and ignores them, as several S3 servers do."""
 
