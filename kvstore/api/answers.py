@@ -168,8 +168,8 @@ class NamespaceInfo(Answer, frozen=True, kw_only=True):
     """A namespace that something was stored under.
 
     Attributes:
-        blocks: Blocks that sessions name, as of the last collection that this node knows of.
-        bytes: Their stored bytes.
+        blocks: Blocks that sessions name, as of the last collection that this node knows of; -1 where none told of any.
+        bytes: Their stored bytes; -1 likewise.
     """
 
     namespace: str

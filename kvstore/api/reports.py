@@ -207,7 +207,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         requests: To the store, by verb.
         sent: Bytes of bodies to the store.
         fetched: Bytes of bodies from the store.
-        stored: Bytes alive in the bucket, at the last collection by any node: not of this node, so never to be added up over nodes.
+        stored: Bytes alive in the bucket, at the last collection by any node: not of this node, so never to be added up over nodes;
+            -1 where none told of this namespace.
         tokens: That readers got, by tier; those of a model on several ranks once.
         read: Bytes that readers got, by tier; blocks of memory as full blocks have them.
         written: Bytes that writers put into memory.

@@ -10,7 +10,6 @@ from kvstore import api, open_sync
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
-from kvstore.cli.shown import collected
 
 app = typer.Typer(add_completion=False)
 _SHARED: Final = "(shared)"
@@ -42,13 +41,13 @@ def cost(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> 
     prices = found.prices
     output.print_table(
         [*_COUNTED, *_sums(prices)],
-        [_row(each, prices, collected(found.collector)) for each in found.cost],
+        [_row(each, prices) for each in found.cost],
         empty="nothing was counted yet",
     )
     typer.echo(f"\nsince {output.span(found.uptime_s)}; " + _basis(prices), err=True)
 
 
-def _row(each: api.Cost, prices: api.Prices, known: bool) -> list[object]:
+def _row(each: api.Cost, prices: api.Prices) -> list[object]:
     estimated = bool(each.recompute_s)
     return [
         each.tenant or _SHARED,
@@ -57,10 +56,10 @@ def _row(each: api.Cost, prices: api.Prices, known: bool) -> list[object]:
         sum(each.requests.values()),
         output.size(each.sent),
         output.size(each.fetched),
-        output.size(each.stored) if known or not each.namespace else "unknown",
+        output.size(each.stored) if each.stored >= 0 else "unknown",
         sum(each.tokens.values()),
         _signed(each.avoided_s * each.gpus) if estimated else "unknown",
-        *[_money(getattr(each, field)) for field in _sums(prices).values()],
+        *[_sum(each, field) for field in _sums(prices).values()],
     ]
 
 
@@ -79,6 +78,10 @@ def _basis(prices: api.Prices) -> str:
     if not _sums(prices):
         return "no sums: [prices] is not set on the node, or not shown to this caller"
     return f"sums are estimates by {prices.source or '[prices] of the node'}"
+
+
+def _sum(each: api.Cost, field: str) -> str:
+    return "unknown" if field == "month_cost" and each.stored < 0 else _money(getattr(each, field))
 
 
 def _money(value: float) -> str:

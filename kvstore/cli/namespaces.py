@@ -11,7 +11,6 @@ from kvstore.api import Dropped, NamespaceInfo
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
 from kvstore.cli.remote import DEFAULT_URL, UrlOption
-from kvstore.cli.shown import collected
 from kvstore.client import SyncClient
 from kvstore.errors import EXIT_FAILED, Invalid, NotFound
 from kvstore.ids import is_hex_id
@@ -28,10 +27,9 @@ def _namespaces() -> None:
 
 @app.command("ls")
 def ls(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> None:
-    """List the namespaces that something was stored under; blocks and size are of the last collection, unknown before it."""
+    """List the namespaces that something was stored under; blocks and size as of the last collection."""
     with open_sync(url) as kv:
         found = kv.list_namespaces().namespaces
-        known = collected(kv.stats().collector)
     if form is Format.json:
         for info in found:
             output.print_json(info)
@@ -47,8 +45,8 @@ def ls(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) -> No
                 info.fields.layers,
                 info.fields.block_tokens,
                 info.fields.layout,
-                info.blocks if known else "unknown",
-                output.size(info.bytes) if known else "unknown",
+                info.blocks if info.blocks >= 0 else "unknown",
+                output.size(info.bytes) if info.bytes >= 0 else "unknown",
             ]
             for info in found
         ],

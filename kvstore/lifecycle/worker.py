@@ -14,7 +14,7 @@ from kvstore import api
 from kvstore.clock import Clock
 from kvstore.errors import KVTierError, Unavailable
 from kvstore.lifecycle.collector import Progress
-from kvstore.lifecycle.hints import UsageHint, read_hint
+from kvstore.lifecycle.hints import MOST_USAGE, UsageHint, read_hint
 from kvstore.lifecycle.messages import Job
 from kvstore.lifecycle.runners import Runner
 from kvstore.payer import NOBODY, Paying
@@ -91,7 +91,10 @@ class Collections:
 
     @property
     def usage(self) -> list[api.Usage]:
-        """Live blocks of all tenants, as of the last collection by any node; another list after each."""
+        """Live blocks of all tenants, as of the last collection by any node; another list after each.
+
+        Of a namespace that is not in it nothing is known, though nothing was alive of it then: it may have come since.
+        """
         return self._usage
 
     async def aclose(self) -> None:
@@ -132,7 +135,7 @@ class Collections:
             if done is None or not done.dry_run:
                 self._last_success = self._clock.now()
             if done is not None and not done.dry_run:
-                self._usage = done.usage
+                self._usage = _and_gone(done.usage, self._usage)
                 log.info("collected: %d blocks and %d bytes deleted", done.blocks_deleted, done.bytes_deleted)
             for warning in done.warnings if done is not None else ():
                 log.warning("%s", warning)
@@ -140,3 +143,10 @@ class Collections:
 
     def _watch(self, progress: Progress) -> None:
         self._progress = msgspec.structs.replace(progress)
+
+
+def _and_gone(usage: list[api.Usage], before: list[api.Usage]) -> list[api.Usage]:
+    """What is alive, and nothing of what was before and is not any more; at most as many as a collection tells apart."""
+    here = {(each.tenant, each.namespace) for each in usage}
+    gone = [msgspec.structs.replace(each, blocks=0, bytes=0) for each in before if (each.tenant, each.namespace) not in here]
+    return usage + gone[: max(0, MOST_USAGE - len(usage))]

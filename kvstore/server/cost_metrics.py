@@ -46,7 +46,8 @@ def cost_metrics(costs: Sequence[api.Cost], prices: api.Prices) -> Iterator[Metr
         yield counter
     stored = GaugeMetricFamily("kvtier_cost_stored_bytes", "Alive in the bucket at the last collection by any node.", labels=_WHOSE)
     for cost in costs:
-        stored.add_metric([cost.tenant, cost.namespace], cost.stored)
+        if cost.stored >= 0:
+            stored.add_metric([cost.tenant, cost.namespace], cost.stored)
     yield stored
     yield from _money(costs, prices)
 

@@ -46,7 +46,8 @@ class Costs:
                 whose = (each.tenant, OTHER)
             accounts.setdefault(whose, Account(*whose))
             stored[whose] += each.bytes
-        return sorted((self._cost(account, stored[whose]) for whose, account in accounts.items()), key=_size, reverse=True)
+        rows = [self._cost(account, stored.get(whose, -1 if account.namespace else 0)) for whose, account in accounts.items()]
+        return sorted(rows, key=_size, reverse=True)
 
     def _cost(self, account: Account, stored: int) -> api.Cost:
         prices = self.prices
@@ -72,7 +73,7 @@ class Costs:
             gpus=account.gpus,
             requests_cost=of_requests(account.requests.items(), prices),
             egress_cost=account.fetched / _GB * prices.gb_egress,
-            month_cost=stored / _GB * prices.gb_month,
+            month_cost=max(0, stored) / _GB * prices.gb_month,
             saved=avoided / 3600 * account.gpus * prices.gpu_hour,
         )
 
@@ -83,4 +84,4 @@ def of_requests(counts: Iterable[tuple[str, int]], prices: api.Prices) -> float:
 
 
 def _size(cost: api.Cost) -> tuple[int, int, str]:
-    return sum(cost.tokens.values()), sum(cost.requests.values()) + cost.stored, cost.namespace
+    return sum(cost.tokens.values()), sum(cost.requests.values()) + max(0, cost.stored), cost.namespace

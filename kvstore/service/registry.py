@@ -88,5 +88,5 @@ class Registry:
 
 
 def _info(fields: Namespace, alive: api.Usage | None) -> api.NamespaceInfo:
-    blocks, size = (alive.blocks, alive.bytes) if alive is not None else (0, 0)
+    blocks, size = (alive.blocks, alive.bytes) if alive is not None else (-1, -1)
     return api.NamespaceInfo(namespace=fields.id, fields=fields, blocks=blocks, bytes=size)

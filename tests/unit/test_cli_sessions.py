@@ -176,7 +176,9 @@ def test_cost_shows_what_was_counted_and_no_sums_without_prices(url, kvtier, mon
     [found] = lines(kvtier("cost", "--format", "json"))
     assert (found["tenant"], found["source"]) == ("", "")
     assert found["requests"]["put"] >= 1
-    row = api.Cost(tenant="ann", namespace=NAMESPACE.id, model="m", requests_cost=1234.5, avoided_s=-5.0, recompute_s=1.0)
+    row = api.Cost(
+        tenant="ann", namespace=NAMESPACE.id, model="m", stored=-1, requests_cost=1234.5, avoided_s=-5.0, recompute_s=1.0
+    )
     with kvstore.open_sync(url) as kv:
         stats = msgspec.structs.replace(kv.stats(), cost=[row], prices=api.Prices(currency="EUR", source="a list", put_1000=1))
     monkeypatch.setattr("kvstore.cli.cost.open_sync", lambda _: nullcontext(SimpleNamespace(stats=lambda: stats)))

@@ -14,6 +14,7 @@ from kvstore.errors import Invalid
 from kvstore.ids import Shard
 from kvstore.objects import MemoryStore
 from kvstore.server.acting import act
+from kvstore.server.cost_metrics import cost_metrics
 from kvstore.server.metrics import Metrics
 from kvstore.service.costs import Costs
 from kvstore.service.registry import Registry
@@ -183,3 +184,44 @@ def test_what_is_stored_of_namespaces_beyond_the_bound_is_told_together():
     assert sum(row.stored for row in found) == 10_000
     [other] = [row for row in found if row.namespace == OTHER]
     assert other.stored == (1000 - MOST) * 10
+
+
+def test_what_no_collection_has_told_of_is_unknown_and_not_nothing():
+    accounts = Accounts()
+    for name in ("told", "new", ""):
+        accounts.of("t", name)
+    costs = Costs(accounts, Registry(None), PricesSettings(gb_month=1.0))
+    found = {row.namespace: row for row in costs.now([api.Usage(tenant="t", namespace="told", blocks=1, bytes=10)])}
+    assert {name: row.stored for name, row in found.items()} == {"told": 10, "new": -1, "": 0}
+    assert found["new"].month_cost == 0
+    page = [family for family in cost_metrics(list(found.values()), api.Prices()) if family.name == "kvtier_cost_stored_bytes"]
+    assert {sample.labels["namespace"]: sample.value for sample in page[0].samples} == {"told": 10, "": 0}
+
+
+async def test_a_namespace_that_came_after_a_collection_is_unknown_and_one_that_went_has_nothing():
+    later = namespace(revision="later")
+
+    async def collected(service):
+        await service.call(ME, "collect", api.Collect(now=True))
+
+    async def told(service, fields):
+        [info] = [
+            each for each in (await service.call(ME, "list_namespaces", api.Nothing())).namespaces if each.namespace == fields.id
+        ]
+        assert of(await stats(service), fields.id).stored == info.bytes
+        return info.blocks
+
+    async with node(MemoryStore()) as service:
+        for fields, count in ((NS, 2), (later, 3)):
+            await service.call(ME, "put_namespace", api.PutNamespace(namespace=fields.id, fields=fields))
+            chain = links_of(fields, BLOCK * count)
+            await publish(service, ME, fields, chain)
+            request = api.Commit(id=f"s{count}", namespace=fields.id, base_version=0, blocks=chain, durability="bucket")
+            await service.call(ME, "commit", request)
+            if fields is NS:
+                assert await told(service, NS) == -1
+                await collected(service)
+        assert (await told(service, NS), await told(service, later)) == (2, -1)
+        await service.call(ME, "delete_session", api.OfSession(id="s2", namespace=NS.id))
+        await collected(service)
+        assert (await told(service, NS), await told(service, later)) == (0, 3)

@@ -31,13 +31,12 @@ function whose(cost) {
 export class CostView {
   constructor() {
     this.told = {}; // prices; 0 is unknown, and so is a sum by it
-    this.collected = false;
     const sum = (field, ...prices) => (each) => (prices.some((price) => this.told[price]) ? money(each[field]) : NONE);
     this.money = new Table("Estimated cost and saving", [
       { name: "Tenant and model", header: true, class: "wide", cell: whose },
       { name: "Requests", num: true, cell: sum("requests_cost", "put_1000", "get_1000", "list_1000") },
       { name: "Egress", num: true, cell: sum("egress_cost", "gb_egress") },
-      { name: "Storage / month", num: true, cell: sum("month_cost", "gb_month") },
+      { name: "Storage / month", num: true, cell: (each) => (each.stored < 0 ? NONE : sum("month_cost", "gb_month")(each)) },
       { name: "Time avoided", num: true, cell: (each) => (each.recompute_s ? seconds(each.avoided_s) : NONE) },
       { name: "Saved", num: true, cell: (each) => (each.recompute_s ? sum("saved", "gpu_hour")(each) : NONE) },
     ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
@@ -46,7 +45,7 @@ export class CostView {
       { name: "Store requests", num: true, cell: (each) => count(total(each.requests)) },
       { name: "Sent", num: true, cell: (each) => bytes(each.sent) },
       { name: "Fetched", num: true, cell: (each) => bytes(each.fetched) },
-      { name: "Stored", num: true, cell: (each) => (this.collected || !each.namespace ? bytes(each.stored) : "unknown") },
+      { name: "Stored", num: true, cell: (each) => (each.stored < 0 ? "unknown" : bytes(each.stored)) },
       { name: "Waited for loads", num: true, cell: (each) => `${each.load_s.toFixed(1)} s` },
       { name: "Tokens given", class: "wide", cell: (each) => spelled(each.tokens) },
     ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
@@ -67,7 +66,6 @@ export class CostView {
     if (!known) return;
     const prices = stats.prices ?? {};
     this.told = prices;
-    this.collected = Boolean(stats.collector?.usage.length || stats.collector?.last_success);
     const sparing = stats.cost.some((each) => each.recompute_s);
     this.unit.textContent = `${prices.currency ? `In ${name(prices.currency)}, by [prices] of this node's settings. ` : ""}${sparing ? "Time avoided: of computing, at the rate that the settings state, less the time that loading took." : "Without a rate of computing (prices.prefill), what was avoided is not estimated."}`;
     this.money.show(stats.cost);
