@@ -5,7 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.client import SyncClient
+from kvstore.connectors import bridge, pages, transfers
+
 sys.path.insert(0, str(Path(__file__).parent))  # for fake_client
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """A busy machine is no reason for a miss: look-ups have as long as they take. Tests of what is late set a time of their own."""
+    for module in (bridge, pages, transfers):
+        monkeypatch.setattr(module, "LOOK_S", 30.0)
+    monkeypatch.setitem(SyncClient.lookup.__kwdefaults__, "deadline_ms", 30_000)
 
 
 @pytest.fixture(scope="session")

@@ -272,7 +272,7 @@ def payload_of(ns, lease, tokens=None):
     return bytes(lease.view[plan.header_bytes :])
 
 
-async def until(condition, seconds=10):
+async def until(condition, seconds=60):
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what is waited for is in another process or thread, or has no event
             await asyncio.sleep(0.002)

@@ -247,7 +247,7 @@ async def test_garbage_instead_of_a_hello_is_refused(raw, server, first):
     fault = await answer(client, first)
     assert (fault.id, fault.problem.kind) == (0, "corrupt")
     assert await answer(client) is None
-    assert server.connections == 0
+    await until(lambda: server.connections == 0)
 
 
 async def test_a_silent_connection_is_dropped(service, path):

@@ -19,6 +19,7 @@ from fakes.peer import request_of, scripted
 from kvstore.clock import SystemClock
 from kvstore.config import static_peers
 from kvstore.errors import Invalid
+from kvstore.mesh import link
 from kvstore.mesh.entries import Names, bucket_of
 from kvstore.mesh.link import Links, LinkSettings
 from kvstore.mesh.members import Member
@@ -273,8 +274,9 @@ async def soon(found):
             await asyncio.sleep(0.05)
 
 
-async def test_peers_that_cannot_be_reached_do_not_keep_one_from_saying_what_it_has():
-    """Their packets are lost: connecting takes its time, and a look-up has less."""
+async def test_peers_that_cannot_be_reached_do_not_keep_one_from_saying_what_it_has(monkeypatch):
+    """Their packets are lost, and nobody gives up: whoever waited for them would wait for ever."""
+    monkeypatch.setattr(link, "_HOLDS_S", 600.0)
     async with AsyncExitStack() as life:
         lost = []
         for index in range(4):
@@ -282,8 +284,17 @@ async def test_peers_that_cannot_be_reached_do_not_keep_one_from_saying_what_it_
             life.enter_context(socket.create_connection(full.getsockname()))  # and nobody accepts it
             lost.append(Member(f"lost{index}", 1, *full.getsockname()))
         a = await life.enter_async_context(mesh_node("a"))
-        links = await life.enter_async_context(Links.open())
-        wants = wants_of(3)
+        links = await life.enter_async_context(Links.open(LinkSettings(connect_s=600)))
+        wants, said = wants_of(3), {}
+
+        async def holds(member, keys):
+            said[member.node] = await links.holds(member, keys)
+            return said[member.node]
+
         a.put(wants)
-        directory = StaticDirectory([*lost, a.member], links.holds, SystemClock())
-        assert await directory.locate([each.key for each in wants]) == [(a.member,)] * 3
+        directory = StaticDirectory([*lost, a.member], holds, SystemClock(), answer_s=600)
+        locating = asyncio.create_task(directory.locate([each.key for each in wants]))
+        await until(lambda: said)
+        assert said == {"a": [True] * 3}
+        locating.cancel()
+        await asyncio.gather(locating, return_exceptions=True)

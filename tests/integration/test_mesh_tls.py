@@ -10,14 +10,22 @@ from fakes.mesh_peers import block, introduce, mesh_node, wants_of
 from fakes.node import until as until_true
 
 from kvstore.errors import Invalid
+from kvstore.mesh import link
 from kvstore.mesh.frames import Malformed
+from kvstore.mesh.link import LinkSettings
 from kvstore.mesh.supplier import PeerSettings
 from kvstore.mesh.testing import ValkeyServer, find_valkey
 from kvstore.mesh.tls import PeerTls
 from tiering import Miss
 
 Authority = pytest.importorskip("fakes.certificates", reason="the package cryptography is not installed").Authority
-PATIENT = PeerSettings(patience_s=30, through_s=30)
+PATIENT = {"settings": PeerSettings(patience_s=30, through_s=30), "links": LinkSettings(connect_s=30)}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """No timing here: a handshake may take as long as it takes."""
+    monkeypatch.setattr(link, "_HOLDS_S", 30.0)
 
 
 @pytest.fixture
@@ -30,7 +38,7 @@ def of(authority, name, *names, ca=None):
 
 
 def nodes(first, second):
-    return mesh_node("a", tls=first), mesh_node("b", settings=PATIENT, tls=second, placement=False)
+    return mesh_node("a", tls=first), mesh_node("b", **PATIENT, tls=second, placement=False)
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "A"])
@@ -70,9 +78,7 @@ async def test_whoever_has_no_certificate_of_the_authority_gets_nothing(authorit
     folder = tmp_path / "other"
     folder.mkdir()
     stranger = of(Authority(folder), "two", "b", ca=authority.ca)  # it believes the mesh, and not the other way round
-    counts = await refused(
-        mesh_node("a", tls=of(authority, "one", "a")), mesh_node("b", settings=PATIENT, tls=stranger), "alert|EOF"
-    )
+    counts = await refused(mesh_node("a", tls=of(authority, "one", "a")), mesh_node("b", **PATIENT, tls=stranger), "alert|EOF")
     assert counts["connections unverified"] >= 1
     assert counts["requests blocks"] == counts["requests holds"] == 0
 
@@ -86,15 +92,15 @@ async def test_a_member_of_another_authority_is_asked_for_nothing(authority, tmp
 
 async def test_plain_and_secured_nodes_are_strangers(authority):
     secured = of(authority, "one", "a")
-    counts = await refused(mesh_node("a", tls=secured), mesh_node("b", settings=PATIENT), None)
+    counts = await refused(mesh_node("a", tls=secured), mesh_node("b"), None)
     assert counts["connections unverified"] >= 1
-    counts = await refused(mesh_node("a"), mesh_node("b", settings=PATIENT, tls=secured), None)
+    counts = await refused(mesh_node("a"), mesh_node("b", tls=secured), None)
     assert counts["requests blocks"] == counts["requests holds"] == 0
 
 
 async def test_who_connects_and_says_nothing_holds_neither_loop_nor_threads(authority):
     tls = of(authority, "one", "127.0.0.1")
-    async with mesh_node("a", tls=tls) as a, mesh_node("b", settings=PATIENT, tls=tls) as b:
+    async with mesh_node("a", tls=tls) as a, mesh_node("b", **PATIENT, tls=tls) as b:
         introduce(a, b)
         silent = [socket.create_connection(a.peering.address) for _ in range(8)]
         wants = wants_of(3)

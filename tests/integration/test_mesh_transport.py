@@ -15,7 +15,7 @@ from fakes.node import until
 from fakes.peer import request_of, scripted, through
 
 from kvstore.errors import Invalid
-from kvstore.mesh import frames
+from kvstore.mesh import frames, link
 from kvstore.mesh.link import LinkSettings, TcpLink
 from kvstore.mesh.members import Member, owner
 from kvstore.mesh.supplier import PeerSettings
@@ -91,7 +91,8 @@ async def test_a_hole_ends_the_prefix():
         await until(lambda: idle(a, b))
 
 
-async def test_a_peer_says_what_it_has():
+async def test_a_peer_says_what_it_has(monkeypatch):
+    monkeypatch.setattr(link, "_HOLDS_S", 30.0)
     async with pair() as (a, b):
         wants = wants_of(30)
         a.put(wants[::2])
