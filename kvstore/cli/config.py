@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
@@ -87,7 +88,16 @@ def read(path: Path | None, flags: list[str] | None, more: Mapping[str, str] | N
     except (OSError, UnicodeDecodeError) as error:
         raise Invalid(f"{path} cannot be read: {error}") from None
     given = {name: value for name, value in (more or {}).items() if value}
-    return load(toml=text, toml_name=str(path or ""), env=os.environ, flags={**given, **dict(map(_setting, flags or []))})
+    loaded = load(toml=text, toml_name=str(path or ""), env=os.environ, flags={**given, **dict(map(_setting, flags or []))})
+    for each in loaded.ignored:
+        _warn(each)
+    return loaded
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once: some commands read their configuration twice."""
+    typer.echo(f"warning: {text}", err=True)
 
 
 def _setting(text: str) -> tuple[str, str]:

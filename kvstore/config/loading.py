@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from difflib import get_close_matches
+from typing import Any, Final, get_type_hints
 
 import msgspec
 
@@ -20,12 +21,25 @@ from kvstore.errors import Invalid
 from kvstore.keys import check_id
 from kvstore.toml_text import parse_toml
 
+_CLOSE: Final = 0.85
+_OTHERS: Final = frozenset({  # what else of ours is read from the environment
+    "KVTIER_URL", "KVTIER_GATEWAY", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE", "KVTIER_DIRECTORY_USER", "KVTIER_DIRECTORY_PASSWORD",
+    "KVTIER_DIRECTORY_PASSWORD_FILE", "KVTIER_SESSION_HEADER", "KVTIER_CACHE",
+})  # fmt: skip
+
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Settings, and for every `section.field` where its value came from: `default`, a file's name, a variable's name or `flag`."""
+    """Settings, and where they came from.
+
+    Attributes:
+        settings: The values.
+        origin: Of every `section.field`: `default`, a file's name, a variable's name or `flag`.
+        ignored: Sentences about variables that look like settings, and are none.
+    """
 
     settings: Settings
     origin: dict[str, str]
+    ignored: tuple[str, ...] = ()
 
 
 def load(
@@ -36,7 +50,8 @@ def load(
     Args:
         toml: Text of the file.
         toml_name: How to call it in errors and provenance.
-        env: The process environment; other variables are ignored, an unknown `KVTIER_<SECTION>_...` is refused.
+        env: The process environment; an unknown `KVTIER_<SECTION>_...` is refused, one that looks like a setting is told of
+            (`Loaded.ignored`), other variables are ignored.
         flags: `section.field` to text.
 
     Raises:
@@ -59,7 +74,7 @@ def load(
     tenants = _from_toml(toml, toml_name, put)
     for variable, text in (env or {}).items():
         section, _, field = variable.removeprefix("KVTIER_").lower().partition("_")
-        if variable.startswith("KVTIER_") and section in SECTIONS:
+        if variable.startswith("KVTIER_") and section in {*SECTIONS, "tenants"}:
             put(section, field, text, variable)
     for name, text in (flags or {}).items():
         section, _, field = name.partition(".")
@@ -68,7 +83,18 @@ def load(
         {**{name: kind(**values[name]) for name, kind in SECTIONS.items()}, "tenants": tenants}, Settings, from_attributes=True
     )
     _check(settings)
-    return Loaded(settings, origin)
+    return Loaded(settings, origin, tuple(filter(None, map(_mistaken, env or {}))))
+
+
+def _mistaken(variable: str) -> str:
+    """What to say of a variable that is no setting, and was meant to be one; "" where it is, or was not."""
+    section, _, field = variable.removeprefix("KVTIER_").lower().partition("_")
+    if not variable.startswith("KVTIER_") or variable in _OTHERS or section in SECTIONS:
+        return ""
+    known = {f"KVTIER_{name}_{each}".upper(): each for name, kind in SECTIONS.items() for each in kind.__struct_fields__}
+    meant = [name for name, each in known.items() if each in {field, section if not field else f"{section}_{field}"}]
+    meant = meant or get_close_matches(variable, known, cutoff=_CLOSE)
+    return f"{variable} is no setting and is ignored; there is {', '.join(meant)}" if meant else ""
 
 
 def _from_toml(text: str, name: str, put: Any) -> dict[str, Tenant]:

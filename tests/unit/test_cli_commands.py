@@ -115,10 +115,13 @@ def test_a_defect_is_not_dressed_up(monkeypatch):
 
 def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_NVME_SIZE", "16GiB")
+    monkeypatch.setenv("KVTIER_SHELF_SIZE", "1GiB")
     file = tmp_path / "kvtier.toml"
     file.write_text('[dram]\nsize = "2GiB"\n[nvme]\nsize = "4GiB"\n[tenants.acme]\nuids = [1000]\n')
     asked = ["config", "show", "--config", str(file), "--set", "node.id=n1"]
-    lines = [json.loads(line) for line in run(commands.app, [*asked, "--format", "json"]).stdout.splitlines()]
+    done = run(commands.app, [*asked, "--format", "json"])
+    assert done.stderr.startswith("warning: KVTIER_SHELF_SIZE is no setting and is ignored; there is KVTIER_DRAM_SIZE")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(set(line) == {"name", "value", "origin"} for line in lines)
     found = {line["name"]: (line["value"], line["origin"]) for line in lines}
     assert found["dram.size"] == (str(2 << 30), str(file))

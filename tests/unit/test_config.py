@@ -1,7 +1,14 @@
+import re
+from pathlib import Path
+
 import pytest
 
-from kvstore.config import StorageUrl, load, masked, parse_bytes, parse_seconds
+import kvstore
+from kvstore.config import SECTIONS, StorageUrl, load, masked, parse_bytes, parse_seconds
 from kvstore.errors import Invalid
+
+VARIABLE = re.compile(r"KVTIER_[A-Z0-9_]*[A-Z0-9]")
+SETTINGS = [f"KVTIER_{section.upper()}_" for section in SECTIONS]
 
 
 def test_later_sources_win_and_each_value_knows_where_it_came_from():
@@ -95,3 +102,37 @@ def test_a_wrong_url_says_what_is_wrong_and_never_repeats_a_secret(url, says):
 def test_a_url_that_is_none_is_invalid(text):
     with pytest.raises(Invalid, match="storage URL"):
         StorageUrl.parse(text)
+
+
+@pytest.mark.parametrize("variable", ["KVTIER_TENANTS_ACME_MAX_BYTES", "KVTIER_TENANTS", "KVTIER_TENANTS_ACME"])
+def test_a_tenants_limit_in_a_variable_is_refused_and_not_ignored(variable):
+    with pytest.raises(Invalid, match=rf"{variable}: tenants belong in a configuration file") as caught:
+        load(env={variable: "1GiB"})
+    assert "[tenants.<name>]" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("KVTIER_STROE_URL", ["KVTIER_STORE_URL"]),
+        ("KVTIER_DISK_SIZE", ["KVTIER_DRAM_SIZE", "KVTIER_NVME_SIZE"]),
+        ("KVTIER_LISTEN", ["KVTIER_NODE_LISTEN", "KVTIER_PEERS_LISTEN"]),
+        ("KVTIER_TOKENS_FILE", ["KVTIER_AUTH_TOKENS_FILE"]),
+        ("KVTIER_GATEWAY_LISTEN", ["KVTIER_NODE_LISTEN"]),
+    ],
+)
+def test_a_variable_that_was_meant_as_a_setting_is_told_of(variable, meant):
+    loaded = load(env={variable: "x"})
+    assert loaded.settings == load().settings
+    (said,) = loaded.ignored
+    assert said.startswith(f"{variable} is no setting and is ignored; there is ")
+    assert all(name in said for name in meant)
+
+
+def test_variables_of_other_purposes_are_nobodys_business():
+    """What ours read besides settings, what scripts read, and what Kubernetes makes of a service called kvtier."""
+    ours = {name for path in Path(kvstore.__file__).parent.rglob("*.py") for name in VARIABLE.findall(path.read_text())}
+    assert len(ours) > 10
+    others = {"HOME", "STORE_URL", "KVTIER_VENV", "KVTIER_TEST_WORKERS", "KVTIER_SERVICE_HOST", "KVTIER_PORT_7878_TCP_ADDR"}
+    told = load(env={name: "1" for name in ours | others if not name.startswith(tuple(SETTINGS))}).ignored
+    assert told == ()
