@@ -101,7 +101,7 @@ def rm(
     file: FileOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Revoke a token. Nodes that read the file refuse it within a second; reads and streams of its owner end, changes are finished."""
+    """Revoke a token. Nodes that read the file refuse it within a second; its reads and streams end, changes are finished."""
     with _changing(_path(file, config), there=True) as tokens:
         if tokens.known.pop(token_id, None) is None:
             shown = f"{token_id!r}" if not token_id.startswith("kvt_") else "of that text"

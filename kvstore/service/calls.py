@@ -175,12 +175,12 @@ class Service:
         if request.model and not namespace:
             namespace = await self._namespace_of_model(tenant, request)
         session, manifest = await self.repo.sessions.resolve(tenant, request.id, namespace, request.lane, request.version)
-        return Resolved(session=session, manifest=manifest, namespace=await self._registry.get(tenant, session.namespace))
+        return Resolved(session=session, manifest=manifest, namespace=await self._registry.held(tenant, session.namespace))
 
     async def _namespace_of_model(self, tenant: str, request: api.Restore) -> str:
         held = await self.repo.sessions.namespaces_of(tenant, request.id)
         for namespace in held:
-            if (await self._registry.get(tenant, namespace)).model == request.model:
+            if (await self._registry.held(tenant, namespace)).model == request.model:
                 return namespace
         raise NotFound(f"session {request.id!r} holds nothing for model {request.model!r}")
 

@@ -31,7 +31,7 @@ class LocalCommits:
 
     async def fields(self, tenant: str, namespace: str) -> Namespace:
         """A namespace's. Raises `NotFound`."""
-        return await self._registry.get(tenant, namespace)
+        return await self._registry.held(tenant, namespace)
 
     def learn(self, fields: Namespace) -> None:
         """A namespace that an intent brings along, so that replaying it needs no bucket."""
@@ -42,7 +42,7 @@ class LocalCommits:
 
         What was promised with `nvme` is not cut because memory is full at the moment: it raises `Unavailable`.
         """
-        fields = await self._registry.get(tenant, request.namespace)
+        fields = await self._registry.held(tenant, request.namespace)
         stack = self._plane.tiers(tenant).stack
 
         async def source(name: BlockName) -> Lease | None:
@@ -90,6 +90,6 @@ class LocalCommits:
         self._disk.release([one.key for one in await self._wants(tenant, request)])
 
     async def _wants(self, tenant: str, request: api.Commit) -> list[Want]:
-        fields = await self._registry.get(tenant, request.namespace)
+        fields = await self._registry.held(tenant, request.namespace)
         shards = [Shard.parse(text) for text in request.shards]
         return [one for shard in shards for one in await sliced(partial(block_wants, fields, shard), request.blocks)]

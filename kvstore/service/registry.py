@@ -31,7 +31,12 @@ class NamespaceStore(Protocol):
 
 
 class Registry:
-    """Namespaces by id. Another tenant's namespace is answered exactly like one that nobody ever made."""
+    """Namespaces by id. Another tenant's namespace is answered exactly like one that nobody ever made, and takes what that takes.
+
+    Ids are hashes of what can be guessed: a model's name and shape, a tenant's. So which one is asked for must not decide what is
+    read: an id that is not among the tenant's own is looked for in the list of all that there are. An object that is there, or that
+    the node has read for another tenant, would be answered in another time than one that is not.
+    """
 
     def __init__(self, store: NamespaceStore | None) -> None:
         self._store = store
@@ -65,26 +70,38 @@ class Registry:
         return found if found is not None and found.tenant == tenant else None
 
     async def get(self, tenant: str, wanted: str) -> Namespace:
-        """A namespace's fields.
+        """A namespace's fields; the id is whatever a caller named.
 
         Raises:
             NotFound: Nobody registered it, or it is another tenant's.
         """
-        key = namespace_id(wanted)
-        found = self._known.get(key)
+        found = self.known(tenant, namespace_id(wanted))
         if found is None and self._store is not None:
-            found = await self._store.namespace(key)
+            for each in await self._store.namespaces(tenant):
+                self.learn(each)
+            found = self.known(tenant, wanted)
+        return _there(found, wanted)
+
+    async def held(self, tenant: str, wanted: str) -> Namespace:
+        """The same where the tenant is known to have something in it: the id is no guess, and its object is read alone."""
+        found = self.known(tenant, namespace_id(wanted))
+        if found is None and self._store is not None:
+            found = await self._store.namespace(namespace_id(wanted))
             if found is not None:
-                self._known[key] = found
-        if found is None or found.tenant != tenant:
-            raise NotFound(f"namespace {wanted} is not known: register its fields first (PUT /v1/namespaces/{wanted})")
-        return found
+                self._known[found.id] = found
+        return _there(found if found is not None and found.tenant == tenant else None, wanted)
 
     async def all(self, tenant: str, alive: Mapping[str, api.Usage]) -> api.Namespaces:
         """Every namespace of a tenant in the bucket or known here, and what is alive of it, by namespace."""
         mine = {each.id: each for each in await self._store.namespaces(tenant)} if self._store is not None else {}
         mine |= {each.id: each for each in self._known.values() if each.tenant == tenant}  # some are in no bucket, or not yet
         return api.Namespaces(namespaces=[_info(each, alive.get(each.id)) for each in mine.values()])
+
+
+def _there(found: Namespace | None, wanted: str) -> Namespace:
+    if found is None:
+        raise NotFound(f"namespace {wanted} is not known: register its fields first (PUT /v1/namespaces/{wanted})")
+    return found
 
 
 def _info(fields: Namespace, alive: api.Usage | None) -> api.NamespaceInfo:
