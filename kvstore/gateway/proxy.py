@@ -23,6 +23,7 @@ from kvstore.gateway.failing import has_died, told
 from kvstore.gateway.reading import read
 from kvstore.gateway.tenancy import of_tenant
 from kvstore.server.auth import access_of, needs
+from kvstore.server.logs import REQUEST_ID, id_of_request
 
 log = logging.getLogger(__name__)
 MOST_BODY: Final = 64 << 20
@@ -173,6 +174,7 @@ class Proxy:
         wanted, access = asked(request.path, await self.body(request), request.headers, header=self._header), access_of(request)
         if access.token:
             wanted = of_tenant(wanted, access.tenant, header=self._header)
+        wanted.headers[REQUEST_ID] = id_of_request(request)  # an engine's log calls it what ours does
         choice = await self._chooser.choose(wanted)
         why, tries, dead = "", 0, 0
         for engine in choice.engines:
@@ -240,6 +242,7 @@ class Proxy:
             engine.down(f"it answers {answer.status}")
             raise _Elsewhere(f"it answers {answer.status}")
         response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+        response.headers.popall(REQUEST_ID, None)  # it is ours that was asked, and ours is what both logs have
         response.headers[ENGINE] = engine.name
         if reasons := choice.reasons(engine):
             response.headers[ROUTE] = reasons

@@ -120,6 +120,11 @@ async def name_request(request: web.Request, response: web.StreamResponse) -> No
         response.headers.setdefault(REQUEST_ID, found)
 
 
+def id_of_request(request: web.Request) -> str:
+    """What the log and the answer call it."""
+    return request[_KEY]
+
+
 def _tell(request: web.Request, status: int, seconds: float) -> None:
     match = request.match_info
     resource, access = match.route.resource, request.get(ACCESS)

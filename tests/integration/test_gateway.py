@@ -39,6 +39,17 @@ async def test_what_an_engine_gets_is_what_was_sent(fleet):
     assert {name: seen[0][2][name] for name in headers} == headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("said", "kept"), [({}, False), ({"X-Request-ID": "mine-7"}, True), ({"X-Request-ID": "no id"}, False)])
+async def test_an_engine_is_told_what_the_gateway_calls_a_request(fleet, said, kept, stream):
+    for engine in fleet.engines.values():
+        engine.headers["X-Request-ID"] = "an engine's own"
+    _, headers, _ = await fleet.ask(headers=said, stream=stream)
+    ((_, _, got),) = fleet.engines[headers["X-KVTier-Engine"]].seen
+    assert got["X-Request-ID"] == headers["X-Request-ID"]
+    assert (got["X-Request-ID"] == said.get("X-Request-ID")) == kept
+
+
 async def test_a_session_that_only_a_header_names_is_in_the_body_too(fleet):
     for headers in ({"X-Session-ID": "s-1"}, {"x-claude-code-session-id": "s-1", "X-Parent-Session-ID": "p"}):
         by = await fleet.by(headers=headers)

@@ -109,6 +109,7 @@ async def test_headers_between_a_client_and_the_gateway_end_there(fleet):
     assert got["Accept-Encoding"] == "identity"
     assert {name.lower() for name in got} <= {"host", "accept", "user-agent", "content-type", "content-length"} | {
         "x-end",
+        "x-request-id",
         "accept-encoding",
     }
 
