@@ -68,11 +68,27 @@ def _ask(url: str, asked: RouteAsked) -> Routes:
     except urllib.error.HTTPError as error:
         raise _refusal(url, error.code, error.read(_REFUSAL)) from None
     except OSError as error:
-        why = getattr(error, "reason", error)  # urllib wraps the system's own
-        why = getattr(why, "strerror", None) or why
-        raise Unavailable(f"no gateway answers at {url}: {why}", remedy="start one: kvtier gateway --engine NAME=URL") from None
+        raise _unreached(url, getattr(error, "reason", error)) from None  # urllib wraps the system's own
     except msgspec.MsgspecError as error:
         raise Unsupported(f"{url} is no gateway of this version: {error}") from None
+
+
+def _unreached(url: str, error: object) -> Unavailable:
+    import ssl  # noqa: PLC0415  with the others
+
+    why = getattr(error, "strerror", None) or error
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Unavailable(
+            f"{url}: its certificate is not trusted ({error.verify_message})",
+            kind="untrusted_certificate",
+            remedy="set SSL_CERT_FILE to the authority that signed it, and name the host as it does",
+        )
+    remedy = "start one: kvtier gateway --engine NAME=URL"
+    if isinstance(error, ssl.SSLError):
+        remedy = "where the gateway has no [tls], write http://"
+    elif isinstance(error, ConnectionResetError) and url.startswith("http:"):  # it was there, and did not like what it heard
+        remedy = "where the gateway has [tls], write https://, and set SSL_CERT_FILE to an authority of your own"
+    return Unavailable(f"no gateway answers at {url}: {why}", remedy=remedy)
 
 
 def _refusal(url: str, status: int, body: bytes) -> KVTierError:

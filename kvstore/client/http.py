@@ -37,6 +37,8 @@ MAX_ANSWER: Final = 64 << 20
 _SLICE: Final = 256 << 10
 _REFUSED: Final = frozenset({401, 403})
 _WHO: Final = "set KVTIER_TOKEN or KVTIER_TOKEN_FILE, or token_file= in the URL; is there a proxy before the node?"
+_OVER_TLS: Final = "where the node has [tls], add tls=true to the URL, and ca_bundle=FILE for an authority of your own"
+_IN_PLAIN: Final = "where the node has no [tls], leave tls=true out; from another host that takes allow_http=true"
 _JSON: Final = {"Content-Type": "application/json"}
 
 
@@ -45,7 +47,7 @@ class HttpTransport:
 
     def __init__(self, base: str, session: aiohttp.ClientSession, credential: Credential) -> None:
         self._base, self._session, self._credential = base, session, credential
-        self._birth = Birth()
+        self._birth, self._met = Birth(), False
 
     @classmethod
     async def open(cls, url: StorageUrl) -> Self:
@@ -212,6 +214,7 @@ class HttpTransport:
                     allow_redirects=False,
                 ) as response,
             ):
+                self._met = True
                 yield response
         except aiohttp.ClientConnectorCertificateError as error:
             raise Unavailable(
@@ -220,13 +223,17 @@ class HttpTransport:
                 remedy="set ca_bundle= in the URL to the authority that signed it, and name the host as it does",
             ) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise Unavailable(
-                f"{self._base}: TLS failed ({error.strerror})", remedy="does the node have [tls]? else no tls=true"
-            ) from None
+            raise Unavailable(f"{self._base}: TLS failed ({error.strerror}): does it speak TLS?", remedy=_IN_PLAIN) from None
         except aiohttp.ClientConnectorError as error:
             raise Unavailable(f"{self._base}: no node listens there ({error.strerror})", remedy=START) from None
         except TimeoutError:
             raise no_answer(name, f"the node did not answer within {timeout_s:g} s", late=True) from None
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if self._met or self._base.startswith("https"):
+                raise no_answer(name, f"the connection failed ({error})", late=False) from None
+            raise Unavailable(
+                f"{self._base}: closed the connection without an answer: does it speak TLS?", remedy=_OVER_TLS
+            ) from None
         except aiohttp.ClientError as error:
             raise no_answer(name, f"the connection failed ({error})", late=False) from None
 

@@ -17,6 +17,10 @@ URL_KEYS: Final = (
     "endpoint", "region", "addressing", "ca_bundle", "allow_http", "dram", "nvme", "nvme_path", "codec", "tenant", "durability",
     "device", "device_bytes", "key_file", "tls", "token_file", "client_cert", "client_key",
 )  # fmt: skip
+_NODES: Final = {  # how whoever has a browser's address names a node
+    "http": "for a node write kvtier://HOST:PORT",
+    "https": "for a node write kvtier://HOST:PORT?tls=true, and ca_bundle=FILE for an authority of your own",
+}
 _OVER_TCP: Final = ("tls", "token_file", "client_cert", "client_key")
 
 
@@ -72,7 +76,10 @@ class StorageUrl(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:  # brackets that hold no IPv6 address
             raise Invalid(f"the storage URL is no URL: {error}") from None
         if parts.scheme not in SCHEMES:
-            raise Invalid(f"storage URL scheme {parts.scheme!r} is unknown; known: {', '.join(f'{s}://' for s in SCHEMES)}")
+            raise Invalid(
+                f"storage URL scheme {parts.scheme!r} is unknown; known: {', '.join(f'{s}://' for s in SCHEMES)}",
+                remedy=_NODES.get(parts.scheme, ""),
+            )
         if parts.username is not None or parts.password is not None:
             raise Invalid(
                 "a storage URL must not carry credentials: use AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"

@@ -6,7 +6,13 @@ import sys
 import msgspec
 import pytest
 
+from kvstore.cli.route import _ask
+from kvstore.config import TlsSettings
+from kvstore.errors import Unavailable
+from kvstore.gateway.routes import RouteAsked
 from tests.integration.gateway_fleet import open_fleet
+
+Authority = pytest.importorskip("fakes.certificates", reason="the package cryptography is not installed").Authority
 
 
 @pytest.fixture
@@ -48,6 +54,21 @@ async def test_without_an_engine_it_ends_as_other_commands_do(fleet):
     assert (status, out) == (4, "")
     assert err.startswith("error: no engine takes requests: ")
     assert "GET /v1/engines" in err
+
+
+async def test_the_wrong_of_http_and_https_is_told(tmp_path):
+    pair = Authority(tmp_path).issue("gateway", "127.0.0.1")
+    tls = TlsSettings(cert=str(pair[0]), key=str(pair[1]))
+    for gateway, scheme, says in (
+        ({}, "https", ["write http://"]),
+        ({"tls": tls}, "http", ["write https://", "SSL_CERT_FILE"]),
+        ({"tls": tls}, "https", ["certificate is not trusted", "SSL_CERT_FILE"]),
+    ):
+        async with open_fleet(names="a", gateway=gateway) as fleet:
+            url = f"{scheme}://{fleet.gateway.url.partition('://')[2]}"
+            with pytest.raises(Unavailable) as caught:
+                await asyncio.to_thread(_ask, url, RouteAsked(token_ids=[1]))
+        assert all(word in f"{caught.value.message} {caught.value.remedy}" for word in says), caught.value
 
 
 async def test_nobody_there_is_told_in_words():

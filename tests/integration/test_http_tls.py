@@ -64,11 +64,13 @@ async def test_blocks_and_calls_travel_over_tls(service, authority, pair):
         with pytest.raises(Unavailable) as caught:  # which the certificate does not name
             await kvstore.connect(elsewhere)
         assert caught.value.kind == "untrusted_certificate"
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="does it speak TLS") as caught:
             await kvstore.connect(server.url.replace("https", "kvtier"))  # in plain
+        assert all(name in caught.value.remedy for name in ("tls=true", "ca_bundle="))
     async with HttpServer.open(service, "127.0.0.1:0") as server:
-        with pytest.raises(Unavailable, match="TLS"):
+        with pytest.raises(Unavailable, match="does it speak TLS") as caught:
             await kvstore.connect(storage_url(server, ca_bundle=authority.ca).replace("http://", "kvtier://"))
+        assert "leave tls=true out" in caught.value.remedy
 
 
 async def test_only_clients_with_a_certificate_are_let_in_where_it_is_asked_for(service, tmp_path, authority, pair):
