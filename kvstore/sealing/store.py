@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cachetools import LRUCache
 
-from kvstore.errors import Corrupt, Denied, Unavailable
+from kvstore.errors import Corrupt, Denied, KVTierError, Unavailable
 from kvstore.ids import NamespaceId
 from kvstore.keys import Keys, escape
 from kvstore.model import parse_namespace
@@ -94,7 +94,7 @@ class SealedStore(PassingStore):
             try:
                 size = await self._do(got.size, opening.finish, got.size)
             except UnknownKey:
-                raise _no_key(key, unknown) from None
+                raise await self._without_key(key, bytes(scratch[:HEADER]), unknown) from None
         return Got(into[:size], got.etag, size, got.modified)
 
     async def _get_whole(self, key: str, tenant: str, if_none_match: str | None) -> Got | Absent | Unchanged:
@@ -138,7 +138,7 @@ class SealedStore(PassingStore):
             try:
                 frames = frames_of(head, (await self._anew(key, tenant, unknown)).keys, self._bound(key), most)
             except UnknownKey:
-                raise _no_key(key, unknown) from None
+                raise await self._without_key(key, head, unknown) from None
         if got.size != sealed_bytes(frames.content):
             raise Corrupt(f"{key}: {got.size} bytes where its header says {sealed_bytes(frames.content)}")
         begin, end = first * FRAME, min(span[1], frames.content)
@@ -194,6 +194,13 @@ class SealedStore(PassingStore):
     def _bound(self, key: str) -> bytes:
         return self._keys.bound(key).encode()
 
+    async def _without_key(self, key: str, head: bytes, unknown: UnknownKey) -> KVTierError:
+        """What to say of an object whose key is not there. A key's id that was damaged on the way is damage, not a missing key."""
+        again = await self._store.get(key, range=(0, HEADER))
+        if isinstance(again, Got) and bytes(again.data) != head:
+            return Corrupt(f"GET {key}: its header was another one when it was read again")
+        return _no_key(key, unknown)
+
     async def _anew(self, key: str, tenant: str, unknown: UnknownKey) -> Ring:
         ring = await self.tenants.opening(tenant, anew=True)
         if ring is None:
@@ -222,4 +229,7 @@ def _inside(meta: ObjectMeta) -> ObjectMeta:
 
 
 def _no_key(key: str, unknown: UnknownKey) -> Denied:
-    return Denied(f"{key} was sealed under data key {unknown}, which its tenant's register does not hold", kind="no_key")
+    return Denied(
+        f"{key} was sealed under data key {unknown}, which its tenant's register does not hold: it is lost, or the object damaged",
+        kind="no_key",
+    )

@@ -3,12 +3,13 @@
 import random  # noqa: TID251  seeded
 
 import pytest
+from fakes.sealed import contents
 
 from kvstore.clock import SeededIds
 from kvstore.errors import AlreadyExists, Conflict, Corrupt, Denied, Gone, NotFound, Unsupported
 from kvstore.ids import BlockName, Shard
 from kvstore.lifecycle.collector import collect
-from kvstore.objects import OVERWRITE, Fault, Faults, Got
+from kvstore.objects import OVERWRITE, Fault, Faults
 from kvstore.repo.blocks import want
 from kvstore.repo.fsck import fsck
 from kvstore.repo.testing import bodies, broken, commit, opened, tiny
@@ -24,12 +25,6 @@ MASTERS = MasterKeys([OLD])
 async def repo(memory, clock):
     async with opened(memory, clock, masters=MASTERS) as repo:
         yield repo
-
-
-async def contents(repo, memory):
-    """What a key holder sees of every object."""
-    found = {key: await repo.root.store.get(key) for key in bodies(memory)}
-    return {key: bytes(got.data) for key, got in found.items() if isinstance(got, Got)}
 
 
 async def fetched(repo, link, namespace=NS):
