@@ -32,10 +32,10 @@ def links(blocks, first=0):
     return links_of(NS, blocks * BLOCK, first * 100_000)
 
 
-async def saved(store, **sessions):
+async def saved(store, *, key_file="", **sessions):
     """Sessions in the bucket, by name: so many blocks each, that nothing else shares. A node wrote them and is gone."""
     chains = {}
-    async with node(store, dram__size="64MiB") as service:
+    async with node(store, dram__size="64MiB", encryption__key_file=key_file) as service:
         for index, (name, blocks) in enumerate(sessions.items()):
             chains[name] = links(blocks, first=index + 1)
             assert all(await publish(service, ME, NS, chains[name]))

@@ -24,15 +24,20 @@ def store(memory, clock):
 
 
 @pytest.fixture
-async def repo(store, clock):
-    async with opened(store, clock) as repo:
+def masters():
+    """Master keys of a sealed root; None: it is plain. `fakes.sealed.either` gives both."""
+
+
+@pytest.fixture
+async def repo(store, clock, masters):
+    async with opened(store, clock, masters=masters) as repo:
         yield repo
 
 
 @pytest.fixture
-async def other(memory, clock):
+async def other(memory, clock, masters):
     """Another node on the same bucket."""
-    async with opened(memory, clock, SeededIds(2)) as other:
+    async with opened(memory, clock, SeededIds(2), masters=masters) as other:
         yield other
 
 

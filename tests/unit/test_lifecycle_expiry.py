@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fakes.sealed import contents, either
 
 from kvstore.clock import SeededIds
 from kvstore.errors import Gone
@@ -36,9 +37,10 @@ async def twice_collected(repo, memory):
 # --- versions and partial blocks ---
 
 
-async def test_versions_beyond_the_history_are_freed_and_nothing_else(memory, clock, shelf):
+@either
+async def test_versions_beyond_the_history_are_freed_and_nothing_else(memory, clock, shelf, masters):
     """Each version edits the one before, so that each has blocks of its own."""
-    async with opened(memory, clock, history=2) as repo:
+    async with opened(memory, clock, history=2, masters=masters) as repo:
         versions = [[*range(4), *range(100 * turn, 100 * turn + 8)] for turn in range(1, 6)]
         written = []
         for turn, tokens in enumerate(versions):
@@ -52,15 +54,16 @@ async def test_versions_beyond_the_history_are_freed_and_nothing_else(memory, cl
         deleted = await twice_collected(repo, memory)
         assert deleted == (over - kept) | {written[0], written[1]}
         assert stored(memory, "blocks") == kept
-        assert broken(bodies(memory), repo.root.keys) == []
+        assert broken(await contents(repo, memory), repo.root.keys) == []
         assert [each.version for each in (await repo.sessions.versions("default", "s")).versions] == [5, 4, 3]
         with pytest.raises(Gone, match="no longer kept"):
             await repo.sessions.resolve("default", "s", version=2)
 
 
+@either
 @pytest.mark.parametrize("history", [0, 1, 2])
-async def test_partial_blocks_that_longer_turns_replaced_are_freed_once_no_version_needs_them(memory, clock, shelf, history):
-    async with opened(memory, clock, history=history) as repo:
+async def test_partial_blocks_that_longer_turns_replaced_go_once_no_version_needs_them(memory, clock, shelf, history, masters):
+    async with opened(memory, clock, history=history, masters=masters) as repo:
         lengths = [6, 11, 14, 18]  # each ends within a block
         for turn, length in enumerate(lengths):
             await commit(repo, shelf, "s", range(length), turn, NS)
@@ -73,8 +76,9 @@ async def test_partial_blocks_that_longer_turns_replaced_are_freed_once_no_versi
             assert (await repo.sessions.manifest("default", "s", version=version)).tokens == length
 
 
-async def test_what_was_superseded_goes_after_two_periods_without_anybodys_haste(memory, clock, shelf):
-    async with opened(memory, clock, history=0) as repo:
+@either
+async def test_what_was_superseded_goes_after_two_periods_without_anybodys_haste(memory, clock, shelf, masters):
+    async with opened(memory, clock, history=0, masters=masters) as repo:
         await commit(repo, shelf, "s", range(6), 0, NS, ttl=0)
         await commit(repo, shelf, "s", range(8), 1, NS)
         partial = keys_of(repo, shelf, range(6)) - keys_of(repo, shelf, range(8))
@@ -162,11 +166,15 @@ async def test_i5_a_renewal_whose_answer_is_lost_landed_or_is_tried_again(memory
         assert (await collector.sessions.get("default", "s")).expires == session.expires
 
 
-async def test_many_restores_and_collections_at_the_last_second_agree(memory, clock, shelf):
+@either
+async def test_many_restores_and_collections_at_the_last_second_agree(memory, clock, shelf, masters):
     """Whatever the order: either the restore was answered and the session lives, or it is gone for everybody."""
     seen = set()
     for seed in range(12):
-        async with opened(memory, clock, SeededIds(100 + seed)) as node, opened(memory, clock, SeededIds(200 + seed)) as collector:
+        async with (
+            opened(memory, clock, SeededIds(100 + seed), masters=masters) as node,
+            opened(memory, clock, SeededIds(200 + seed), masters=masters) as collector,
+        ):
             name = f"s{seed}"
             await commit(node, shelf, name, range(8), 0, NS, ttl=100)
             clock.advance(101)
@@ -181,7 +189,7 @@ async def test_many_restores_and_collections_at_the_last_second_agree(memory, cl
             await collecting
             alive = [each.id for each in (await collector.sessions.list("default", name)).sessions] == [name]
             assert alive == restored
-            assert broken(bodies(memory), node.root.keys) == []
+            assert broken(await contents(node, memory), node.root.keys) == []
             seen.add(restored)
     assert seen == {True, False}
 

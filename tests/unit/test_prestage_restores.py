@@ -6,10 +6,12 @@ import tracemalloc
 
 import pytest
 from fakes.clock import HandClock
+from fakes.sealed import MASTERS
 from fakes.service import ME, cancel, get_restore, in_memory, node, read, restore, restored, saved, stats
 
 from kvstore.errors import Invalid, NotFound, Overloaded, Unsupported
 from kvstore.objects import Fault, Faults, MemoryStore
+from kvstore.sealing import spelled
 
 HALF = 1 << 20  # of a node with dram.size=2MiB; that is room for 169 blocks
 
@@ -18,11 +20,22 @@ def block_reads(faults):
     return [log for log in faults.requests if log.verb == "get" and "blocks/" in log.key]
 
 
+@pytest.fixture(params=["plain", "sealed"])
+def keys(request, tmp_path):
+    """Settings of a node: without encryption, and with it."""
+    if request.param == "plain":
+        return {}
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text(spelled(MASTERS.current))
+    return {"encryption__key_file": str(path)}
+
+
 @pytest.mark.parametrize("priority", ["interactive", "speculative"])
-async def test_a_request_after_a_restore_reads_nothing_from_the_bucket(priority):
+async def test_a_request_after_a_restore_reads_nothing_from_the_bucket(priority, keys):
     faults = Faults(MemoryStore())
-    chains = await saved(faults, s=20)
-    async with node(faults) as service:
+    chains = await saved(faults, key_file=keys.get("encryption__key_file", ""), s=20)
+    async with node(faults, **keys) as service:
         status = await restored(service, "s", priority=priority)
         assert (status.state, status.priority, status.staged_tokens) == ("ready", priority, 320)
         assert len(block_reads(faults)) == 20
@@ -31,10 +44,10 @@ async def test_a_request_after_a_restore_reads_nothing_from_the_bucket(priority)
         assert len(faults.requests) == before
 
 
-async def test_a_byte_budget_cuts_the_prefix():
+async def test_a_byte_budget_cuts_the_prefix(keys):
     faults = Faults(MemoryStore())
-    chains = await saved(faults, s=10)
-    async with node(faults) as service:
+    chains = await saved(faults, key_file=keys.get("encryption__key_file", ""), s=10)
+    async with node(faults, **keys) as service:
         whole = await restored(service, "s", tier="bucket")
         budget = whole.bytes * 7 // 10 - 1
         status = await restored(service, "s", max_bytes=budget)

@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from fakes.sealed import contents, either
 
 from kvstore.clock import SeededIds, VirtualClock
 from kvstore.errors import Conflict, Gone, Invalid, NotFound, TooManyBranches
@@ -20,8 +21,8 @@ TWO = ("t0of2.p0of1.g0", "t1of2.p0of1.g0")
 
 
 @pytest.fixture
-async def other(store, clock):
-    async with opened(store, clock, SeededIds(2)) as other:
+async def other(store, clock, masters):
+    async with opened(store, clock, SeededIds(2), masters=masters) as other:
         yield other
 
 
@@ -46,6 +47,7 @@ async def epochs_pass(repo, count):
         await repo.epochs.advance(await repo.epochs.read())
 
 
+@either
 async def test_each_commit_is_one_version_and_the_older_ones_stay(repo, shelf):
     for base in range(12):
         receipt = await commit(repo, shelf, "s", range(4 * base + 4), base, NS)
@@ -61,6 +63,7 @@ async def test_each_commit_is_one_version_and_the_older_ones_stay(repo, shelf):
         await blocks_of(repo, version=13)
 
 
+@either
 async def test_an_edited_continuation_is_a_new_version_and_the_old_one_is_restorable(repo, shelf):
     first = list(range(20))
     await commit(repo, shelf, "s", first, 0, NS)
@@ -82,6 +85,7 @@ async def test_an_edit_from_the_first_token_on_stays_in_its_lane(repo, shelf):
     assert (receipt.lane, receipt.version) == ("main", 2)
 
 
+@either
 async def test_step_6_mine_already_contained_is_acknowledged(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(other, shelf, "s", range(20), 1, NS)
@@ -90,6 +94,7 @@ async def test_step_6_mine_already_contained_is_acknowledged(repo, other, shelf)
     assert (await repo.sessions.get("default", "s", NS.id)).tokens == 20  # nothing was undone
 
 
+@either
 async def test_step_6_nobody_takes_away_blocks_it_never_saw(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(repo, shelf, "s", range(16), 1, NS)
@@ -100,6 +105,7 @@ async def test_step_6_nobody_takes_away_blocks_it_never_saw(repo, other, shelf):
     assert (await repo.sessions.get("default", "s", NS.id)).tokens == 16
 
 
+@either
 async def test_step_6_stored_that_grew_towards_mine_is_built_upon(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(other, shelf, "s", range(16), 1, NS)
@@ -107,6 +113,7 @@ async def test_step_6_stored_that_grew_towards_mine_is_built_upon(repo, other, s
     assert (receipt.version, receipt.tokens) == (3, 24)
 
 
+@either
 async def test_step_6_anything_else_conflicts_with_the_current_version(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(other, shelf, "s", [*range(8), 77, 78, 79, 80], 1, NS)
@@ -118,6 +125,7 @@ async def test_step_6_anything_else_conflicts_with_the_current_version(repo, oth
         await commit(repo, shelf, "s", range(24), 7, NS)  # a base nobody ever made
 
 
+@either
 async def test_step_6_a_rewind_in_between_conflicts(repo, other, shelf):
     await commit(repo, shelf, "s", range(16), 0, NS)
     await other.sessions.rewind("default", "s", NS.id, "main", tokens=8)
@@ -136,6 +144,7 @@ async def test_step_6_a_rewind_and_a_regrowth_in_between_conflict(repo, other, s
         await commit(repo, shelf, "s", range(24), 1, NS)
 
 
+@either
 async def test_b24_a_partial_block_is_superseded_and_never_kept(repo, memory, shelf):
     namespace = tiny(block_tokens=256)
     full = await commit(repo, shelf, "s", range(2048), 0, namespace)
@@ -151,6 +160,7 @@ async def test_b24_a_partial_block_is_superseded_and_never_kept(repo, memory, sh
     assert [key for key in bodies(memory) if "/blocks/" in key] == stored
 
 
+@either
 async def test_b24_a_partial_block_is_compared_by_its_tokens(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(other, shelf, "s", range(10), 1, NS)  # ends in a block of 2
@@ -162,6 +172,7 @@ async def test_b24_a_partial_block_is_compared_by_its_tokens(repo, other, shelf)
         await commit(other, shelf, "s", [*range(8), 99], 1, NS)
 
 
+@either
 async def test_b24_what_cannot_be_cut_is_a_conflict_and_never_a_guess(repo, other, shelf):
     """Blocks whose names depend on more than tokens, or whose bytes are elsewhere, do not tell how they would be named if cut."""
     await commit(repo, shelf, "s", range(8), 0, NS)
@@ -173,6 +184,7 @@ async def test_b24_what_cannot_be_cut_is_a_conflict_and_never_a_guess(repo, othe
         await repo.commit("default", "s", "", Proposal(namespace=NS, base=1, links=tuple(links), shards=ONE_SHARD), absent)
 
 
+@either
 async def test_fewer_shards_are_merged_and_not_acknowledged(repo, other, shelf, memory):
     """Two ranks of one engine commit the same turn, each its own shard."""
     first = await commit(repo, shelf, "s", range(8), 0, NS, shards=TWO[:1])
@@ -183,7 +195,7 @@ async def test_fewer_shards_are_merged_and_not_acknowledged(repo, other, shelf, 
     assert all({copy.shard for copy in block.copies} == {0, 1} for block in manifest.blocks)
     again = await commit(other, shelf, "s", range(8), 1, NS, shards=TWO[1:])
     assert again.version == 2  # contained now
-    assert broken(bodies(memory), repo.root.keys) == []
+    assert broken(await contents(repo, memory), repo.root.keys) == []
 
 
 async def test_a_merge_keeps_what_the_other_rank_has_more(repo, other, shelf):
@@ -194,6 +206,7 @@ async def test_a_merge_keeps_what_the_other_rank_has_more(repo, other, shelf):
     assert [len(block.copies) for block in manifest.blocks] == [2, 2, 1, 1]
 
 
+@either
 async def test_a_commit_is_cut_where_its_bytes_are_gone(repo, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     links = shelf.fill(NS, range(24))
@@ -215,18 +228,19 @@ async def test_a_session_is_not_made_of_nothing(repo, shelf, memory):
     assert not [key for key in bodies(memory) if key.startswith(("r/heads/", "r/names/"))]
 
 
-async def test_r1_bytes_no_longer_local_are_copied_from_an_older_generation(repo, shelf, memory, store):
+@either
+async def test_r1_bytes_no_longer_local_are_copied_from_an_older_generation(repo, shelf, memory, store, masters):
     await commit(repo, shelf, "s", range(16), 0, NS)
     await epochs_pass(repo, 3)
     links = shelf.fill(NS, range(16))
     empty = Shelf()
-    async with opened(store, VirtualClock(), SeededIds(5)) as fresh:
+    async with opened(store, VirtualClock(), SeededIds(5), masters=masters) as fresh:
         receipt = await commit_links(fresh, empty, links, 0, session="t")
     assert (receipt.tokens, receipt.cut) == (16, False)
     assert store.counts["copy"] == 4
     _, manifest = await repo.sessions.resolve("default", "t", NS.id, "main")
     assert [copy.gen for block in manifest.blocks for copy in block.copies] == [4] * 4
-    assert broken(bodies(memory), repo.root.keys) == []
+    assert broken(await contents(repo, memory), repo.root.keys) == []
 
 
 async def test_r1_what_the_head_names_already_is_kept_at_any_age(repo, shelf, store):
@@ -250,6 +264,7 @@ async def test_r1_blocks_of_an_older_version_are_named_again_without_a_copy(repo
     assert not [entry for entry in store.requests if "/blocks/" in entry.key]
 
 
+@either
 async def test_r2_a_failed_swap_reads_head_and_epoch_again(repo, other, shelf, store, memory):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await epochs_pass(other, 3)
@@ -265,22 +280,24 @@ async def test_r2_a_failed_swap_reads_head_and_epoch_again(repo, other, shelf, s
     assert [key.split("/")[-1][:10] for key in manifests] == ["0000000001", "0000000001", "0000000004"]
 
 
-async def test_b51_lite_a_writer_stopped_past_its_epochs_is_refused_and_its_redo_lands(repo, other, shelf, store, memory):
+@either
+async def test_b51_lite_a_writer_stopped_past_its_epochs_is_refused_and_its_redo_lands(repo, shelf, store, memory, masters):
     await commit(repo, shelf, "s", range(8), 0, NS)
     stalled = Fault(action="stall", verb="put", key="*/heads/*")
     store.script.append(stalled)
     late = asyncio.create_task(commit(repo, shelf, "s", range(16), 1, NS))
     await until(lambda: not stalled.times)
-    async with opened(memory, VirtualClock(), SeededIds(9)) as collector:
+    async with opened(memory, VirtualClock(), SeededIds(9), masters=masters) as collector:
         await collect(collector, now=True)
         await collect(collector, now=True)  # its blocks were unnamed, and are gone
     store.release.set()
     receipt = await late
     assert (receipt.version, receipt.tokens) == (2, 16)
     assert [entry.outcome for entry in store.requests if entry.verb == "put" and "/heads/" in entry.key].count("Refused") == 1
-    assert broken(bodies(memory), repo.root.keys) == []
+    assert broken(await contents(repo, memory), repo.root.keys) == []
 
 
+@either
 async def test_commits_of_one_family_become_one_swap(repo, shelf, store):
     await commit(repo, shelf, "s", range(8), 0, NS)
     for index in range(30):
@@ -310,6 +327,7 @@ async def test_each_branch_is_in_a_group_at_most_once(repo, shelf, store):
     assert (await repo.sessions.get("default", "s", NS.id)).ttl_s == 202  # in the order they came
 
 
+@either
 async def test_one_members_conflict_does_not_touch_the_others(repo, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await repo.sessions.fork("default", "s", NS.id, "main", "t")
@@ -348,6 +366,7 @@ async def test_b53_twenty_appenders_that_rebase_lose_nothing(memory, clock):
     assert broken(bodies(memory), first.root.keys) == []
 
 
+@either
 async def test_two_writers_append_twenty_times_each_and_nothing_is_lost(repo, other, shelf):
     await commit(repo, shelf, "s", range(4), 0, NS)
     tokens = {1: list(range(4))}
@@ -372,6 +391,7 @@ async def test_two_writers_append_twenty_times_each_and_nothing_is_lost(repo, ot
         assert [turn for who, turn in zip(tokens[41][4::4], tokens[41][5::4], strict=True) if who == mark] == list(range(20))
 
 
+@either
 async def test_a_commit_with_its_write_id_repeated_takes_effect_once(repo, other, shelf, memory):
     await commit(repo, shelf, "s", range(8), 0, NS)
     first = await commit(repo, shelf, "s", range(16), 1, NS, write_id="a" * 32)
@@ -434,6 +454,7 @@ async def test_i2_a_slow_try_does_not_make_again_what_a_quicker_one_made_and_som
     assert not any(head.branches for key, body in bodies(memory).items() if "/heads/" in key and (head := parse(body, Head, key)))
 
 
+@either
 async def test_i4_a_stale_writer_never_touches_a_later_session_of_that_name(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(repo, shelf, "s", range(12), 1, NS)
@@ -538,6 +559,7 @@ async def test_too_many_branches_names_the_way_out(repo, shelf, memory, monkeypa
     assert broken(bodies(memory), repo.root.keys) == []
 
 
+@either
 async def test_a_detached_fork_brings_its_blocks_to_its_own_epoch(repo, shelf, store, memory):
     await commit(repo, shelf, "s", range(16), 0, NS)
     await epochs_pass(repo, 4)
@@ -548,7 +570,7 @@ async def test_a_detached_fork_brings_its_blocks_to_its_own_epoch(repo, shelf, s
     await collect(repo, now=True)
     await collect(repo, now=True)
     assert len(await blocks_of(repo, "t")) == 4
-    assert broken(bodies(memory), repo.root.keys) == []
+    assert broken(await contents(repo, memory), repo.root.keys) == []
 
 
 async def test_labels_are_kept_until_they_are_replaced(repo, shelf):
@@ -560,6 +582,7 @@ async def test_labels_are_kept_until_they_are_replaced(repo, shelf):
     assert (await repo.sessions.get("default", "s", NS.id)).labels == {"model": "b"}
 
 
+@either
 async def test_a_caller_who_leaves_does_not_undo_the_commit(repo, shelf, store):
     await commit(repo, shelf, "s", range(8), 0, NS)
     stalled = Fault(action="stall", verb="put", key="*/heads/*")

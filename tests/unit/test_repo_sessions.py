@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fakes.sealed import contents, either
 
 from kvstore.clock import SeededIds, VirtualClock
 from kvstore.errors import AlreadyExists, Conflict, Gone, Invalid, NotFound
@@ -14,8 +15,8 @@ NS = tiny()
 
 
 @pytest.fixture
-async def repo(memory, clock):
-    async with opened(memory, clock) as repo:
+async def repo(memory, clock, masters):
+    async with opened(memory, clock, masters=masters) as repo:
         yield repo
 
 
@@ -26,6 +27,7 @@ async def tokens_of(repo, session="s", lane="main", version=0):
 # --- names and lanes ---
 
 
+@either
 async def test_an_empty_session_is_created_once_and_committed_into(repo, other, shelf):
     made = await repo.sessions.create("default", "s", NS, ttl=60, sliding=False, labels={"who": "me"})
     assert (made.version, made.tokens, made.ttl_s, made.sliding, made.labels, made.lane) == (0, 0, 60, False, {"who": "me"}, "main")
@@ -40,6 +42,7 @@ async def test_an_empty_session_is_created_once_and_committed_into(repo, other, 
     assert shown.bytes == sum(len(body) for body in shelf.held.values())
 
 
+@either
 async def test_b21_ids_that_look_alike_are_different_sessions(repo, shelf):
     pairs = [("a/b", "a_b"), ("12", "1"), ("a b", "a+b"), ("x?y", "x#y"), ("~", "世界"), ("...", "....")]
     ids = [session for pair in pairs for session in pair]
@@ -64,6 +67,7 @@ async def test_b22_ids_that_would_leave_their_place_are_refused(repo, shelf, mem
     assert not [key for key in bodies(memory) if key.startswith(("r/names/", "r/heads/"))]
 
 
+@either
 async def test_b20_two_tenants_with_the_same_ids_and_tokens_see_nothing_of_each_other(repo, memory, clock, shelf):
     mine, theirs = tiny("ann"), tiny("bob")
     assert mine.id != theirs.id
@@ -80,6 +84,7 @@ async def test_b20_two_tenants_with_the_same_ids_and_tokens_see_nothing_of_each_
     assert (await repo.sessions.namespaces_of("ann", "s")) == [mine.id]
 
 
+@either
 async def test_one_id_may_serve_several_models(repo, shelf):
     larger = tiny(layers=2)
     await commit(repo, shelf, "s", range(8), 0, NS)
@@ -94,6 +99,7 @@ async def test_one_id_may_serve_several_models(repo, shelf):
         await repo.sessions.get("default", "s", larger.id, "main")
 
 
+@either
 async def test_a_chain_that_shares_no_block_with_main_gets_a_lane_of_its_own(repo, other, shelf):
     """Parallel sub-agents under one id."""
     await commit(repo, shelf, "s", range(8), 0, NS)
@@ -116,6 +122,7 @@ async def test_a_lane_goes_by_tokens_where_main_ends_in_a_partial_block(repo, sh
     assert (more.lane, more.version) == ("main", 2)
 
 
+@either
 async def test_the_only_lane_is_found_without_being_named(repo, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS, lane="worker")
     assert (await repo.sessions.get("default", "s", NS.id)).lane == "worker"
@@ -127,6 +134,7 @@ async def test_the_only_lane_is_found_without_being_named(repo, shelf):
 # --- versions ---
 
 
+@either
 async def test_rewind_floors_to_whole_blocks_and_is_a_new_version(repo, shelf):
     await commit(repo, shelf, "s", range(18), 0, NS)
     for tokens, expected in ((17, 16), (16, 16), (15, 12), (3, 0)):
@@ -151,6 +159,7 @@ async def test_rewind_to_the_exact_token_is_a_commit_with_the_partial_block(repo
     assert await tokens_of(repo, version=1) == 18
 
 
+@either
 async def test_restore_by_version(repo, shelf):
     for base, length in enumerate((8, 12, 20)):
         await commit(repo, shelf, "s", range(length), base, NS)
@@ -162,7 +171,8 @@ async def test_restore_by_version(repo, shelf):
         await repo.sessions.resolve("default", "s", NS.id, version=4)
 
 
-async def test_a_fork_begins_as_a_version_and_goes_its_own_way(repo, other, shelf):
+@either
+async def test_a_fork_begins_as_a_version_and_goes_its_own_way(repo, other, shelf, memory):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await commit(repo, shelf, "s", range(16), 1, NS)
     fork = await repo.sessions.fork("default", "s", NS.id, "", "t", version=1, ttl=77)
@@ -174,7 +184,7 @@ async def test_a_fork_begins_as_a_version_and_goes_its_own_way(repo, other, shel
     for _ in range(2):
         await collect(repo, now=True)
     assert await tokens_of(repo, "t") == 12
-    assert broken(bodies(repo.root.store), repo.root.keys) == []
+    assert broken(await contents(repo, memory), repo.root.keys) == []
     with pytest.raises(AlreadyExists):
         await repo.sessions.fork("default", "t", NS.id, "", "t")
     with pytest.raises(NotFound):
@@ -187,6 +197,7 @@ async def test_a_fork_begins_as_a_version_and_goes_its_own_way(repo, other, shel
 # --- lives ---
 
 
+@either
 async def test_a_session_expires_unless_it_is_renewed(repo, clock, shelf):
     for session in ("idle", "committed", "restored", "touched", "pinned", "fixed"):
         await commit(repo, shelf, session, range(8), 0, NS, ttl=100)
@@ -291,6 +302,7 @@ async def test_b41_a_register_that_grew_elsewhere_is_read_whole(repo, other, she
     assert [block.tokens for block in (await other.sessions.resolve("default", "s"))[1].blocks] == [4] * 100
 
 
+@either
 async def test_deleting_is_done_once(repo, other, shelf):
     await commit(repo, shelf, "s", range(8), 0, NS)
     await other.sessions.delete("default", "s")
@@ -317,6 +329,7 @@ async def test_a_conflict_with_a_version_that_was_never_told_carries_the_current
 # --- pages ---
 
 
+@either
 async def test_sessions_are_listed_in_pages_by_prefix(repo, other, shelf):
     ids = [f"team/{n:03}" for n in range(25)] + ["team", "teams", "x" * 300, "x" * 299 + "y"]
     await asyncio.gather(*(repo.sessions.create("default", session, NS) for session in ids))

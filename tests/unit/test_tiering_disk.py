@@ -11,6 +11,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from fakes.sealed import either_disk
 
 from tiering import DiskTier, JournalFull, Lease, Lru, Miss, Movers, PathInUse, TierError
 from tiering.index import Change, Index
@@ -69,8 +70,9 @@ def flip(old):
 # Bytes that are not what they were
 
 
-async def test_b30_one_flipped_bit_is_a_corrupt_miss_once_and_then_the_key_can_be_stored_again(folder):
-    async with disk(folder) as tier:
+@either_disk
+async def test_b30_one_flipped_bit_is_a_corrupt_miss_once_and_then_the_key_can_be_stored_again(folder, seals):
+    async with disk(folder, seals=seals) as tier:
         assert await put(tier, 1, 2) == [True, True]
         damage(folder, place_of(tier, 1).offset + 4096 + 5000, flip)
         assert await get(tier, 1) is Miss.CORRUPT
@@ -80,8 +82,9 @@ async def test_b30_one_flipped_bit_is_a_corrupt_miss_once_and_then_the_key_can_b
         assert await get(tier, 1) == 1
 
 
-async def test_b29_a_slab_cut_in_half_gives_misses_and_goes_on(folder):
-    async with disk(folder) as tier:
+@either_disk
+async def test_b29_a_slab_cut_in_half_gives_misses_and_goes_on(folder, seals):
+    async with disk(folder, seals=seals) as tier:
         await put(tier, *range(8))
         cut = place_of(tier, 4).offset + 4096 + 3000
         os.truncate(folder / "slab", cut)
@@ -121,10 +124,11 @@ def _raise(code):
     return fail
 
 
+@either_disk
 @pytest.mark.parametrize("file", ["slab", "index"])
 @pytest.mark.parametrize("what", ["empty", "zero-filled", "half", "garbage"])
-async def test_b31_ruined_local_data_at_restart_is_a_miss_never_a_hit(folder, file, what):
-    async with disk(folder) as tier:
+async def test_b31_ruined_local_data_at_restart_is_a_miss_never_a_hit(folder, file, what, seals):
+    async with disk(folder, seals=seals) as tier:
         await put(tier, *range(6))
         damaged = range(6) if what != "half" else range(3, 6)
         half = place_of(tier, 3).offset
@@ -134,7 +138,7 @@ async def test_b31_ruined_local_data_at_restart_is_a_miss_never_a_hit(folder, fi
         os.truncate(path, half if file == "slab" else 3 * 4096)
     else:
         path.write_bytes({"empty": b"", "zero-filled": bytes(size), "garbage": b"\x5a" * size}[what])
-    async with disk(folder) as tier:
+    async with disk(folder, seals=seals) as tier:
         got = [await get(tier, n) for n in range(6)]
         if file == "index":
             assert got == [Miss.ABSENT] * 6
@@ -179,36 +183,38 @@ async def test_b39_restart_of_a_full_tier(folder):
         assert tier.contains_many([key_of(n) for n in (0, 1, 2, 100)]) == [True, False, True, True]
 
 
-async def test_the_limit_may_change_between_runs(folder):
-    async with disk(folder, 10 * MIB) as tier:
+@either_disk
+async def test_the_limit_may_change_between_runs(folder, seals):
+    async with disk(folder, 10 * MIB, seals=seals) as tier:
         await put(tier, *range(10), size=MIB)
-    async with disk(folder, 4 * MIB) as tier:
+    async with disk(folder, 4 * MIB, seals=seals) as tier:
         assert (tier.used, tier.count) == (4 * MIB, 4)
         kept = [n for n in range(10) if tier.contains_many([key_of(n)])[0]]
         assert [await get(tier, n, size=MIB) for n in kept] == kept
-    async with disk(folder, 20 * MIB) as tier:
+    async with disk(folder, 20 * MIB, seals=seals) as tier:
         assert tier.used == 4 * MIB
         assert await put(tier, *range(10, 26), size=MIB) == [True] * 16
         assert [await get(tier, n, size=MIB) for n in (*kept, *range(10, 26))] == [*kept, *range(10, 26)]
 
 
-async def test_after_an_unclean_reboot_only_slots_with_their_own_header_are_believed(folder, monkeypatch):
+@either_disk
+async def test_after_an_unclean_reboot_only_slots_with_their_own_header_are_believed(folder, monkeypatch, seals):
     monkeypatch.setattr("tiering.recovery.boot_id", lambda: "first boot")
-    async with disk(folder) as tier:
+    async with disk(folder, seals=seals) as tier:
         await put(tier, *range(4))
         offset = place_of(tier, 2).offset
         monkeypatch.setattr(tier._index, "commit", _never)  # the machine stops before it can say that it stopped
     damage(folder, offset + 20, flip)
-    async with disk(folder) as tier:  # the same boot: headers are not looked at, values are checked when read
+    async with disk(folder, seals=seals) as tier:  # the same boot: headers are not looked at, values are checked when read
         assert tier.count == 4
         monkeypatch.setattr(tier._index, "commit", _never)
     monkeypatch.setattr("tiering.recovery.boot_id", lambda: "second boot")
-    async with disk(folder) as tier:
+    async with disk(folder, seals=seals) as tier:
         assert [await get(tier, n) for n in range(4)] == [0, 1, Miss.ABSENT, 3]
         assert tier.used == 30_000
     monkeypatch.setattr("tiering.recovery.boot_id", lambda: "third boot")
     damage(folder, offset + 4096 * 3 + 4096 + 20, flip)
-    async with disk(folder) as tier:  # it was stopped cleanly
+    async with disk(folder, seals=seals) as tier:  # it was stopped cleanly
         assert tier.count == 3
 
 
