@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 X = TypeVar("X")
-
-
-class _Waiting(NamedTuple, Generic[X]):
-    rank: Any
-    order: int
-    cost: int
-    item: X
 
 
 class _Line(Generic[X]):
@@ -23,7 +16,7 @@ class _Line(Generic[X]):
 
     def __init__(self) -> None:
         self.given = 0
-        self.waiting: list[_Waiting[X]] = []
+        self.waiting: list[tuple[Any, int, int, X]] = []  # a heap of rank, order, cost and item
 
 
 class Lines(Generic[X]):
@@ -53,32 +46,32 @@ class Lines(Generic[X]):
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line()
-        if not line.waiting:
-            line.given = max(line.given, self._now)
+        if not line.waiting and line.given < self._now:
+            line.given = self._now
         self._order += 1
         self._count += 1
-        heapq.heappush(line.waiting, _Waiting(rank, self._order, cost, item))
+        heapq.heappush(line.waiting, (rank, self._order, cost, item))
 
     def first(self) -> X:
         """What is next; it stays. There must be something."""
-        return self._next().waiting[0].item
+        return self._next().waiting[0][3]
 
     def take(self) -> X:
         """What is next. There must be something."""
         line = self._next()
-        taken = heapq.heappop(line.waiting)
+        _, _, cost, item = heapq.heappop(line.waiting)
         self._count -= 1
         self._now = line.given
-        line.given += taken.cost
+        line.given += cost
         if len(self._lines) > 1:
             self._forget()
-        return taken.item
+        return item
 
     def remove(self, item: X) -> bool:
         """It does not wait any more. False: it did not."""
         for line in self._lines.values():
             for index, each in enumerate(line.waiting):
-                if each.item is item:
+                if each[3] is item:
                     del line.waiting[index]
                     heapq.heapify(line.waiting)
                     self._count -= 1
@@ -97,7 +90,7 @@ class Lines(Generic[X]):
 
 
 def _place(line: _Line[Any]) -> tuple[int, int]:
-    return line.given, line.waiting[0].order
+    return line.given, line.waiting[0][1]
 
 
 class Shares:
