@@ -2,7 +2,9 @@
 
 Every round measures every case once, in random order, each after an untimed pass of itself; the first round does not count. A
 ratio is the median over rounds of ours by the baseline in the same round. A stream is a reader that wants a session, and one bare
-connection.
+connection. `sendfile` and `send` verify nothing; `verified` is `send` whose readers digest what comes, a tensor's bytes at a time,
+and do nothing else: what a node can come up to that shows no byte before it is verified. One reader of ours has two connections, as
+`verified` then.
 
     python benchmarks/peer.py [--rounds 5] [--sizes 2,32] [--streams 1,8] [--peers KIT] [--tls FOLDER] [--slow]
 
@@ -35,12 +37,13 @@ import msgspec
 import numpy as np
 from _link import Link
 from _workers import Worker
+from blake3 import blake3
 
 from kvstore import codec
 from kvstore.clock import SystemClock
 from kvstore.ids import BlockName, Namespace, Shard, chain
 from kvstore.lifecycle.prestage import Turns
-from kvstore.mesh.link import Links
+from kvstore.mesh.link import SLICE, Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.sockets import fill
@@ -57,7 +60,6 @@ MIB: Final = 1 << 20
 _SET: Final = 512  # MiB of each size: more than a cache holds
 _SLOW: Final = 48  # MiB over the slow link
 _RATE: Final = 100e6 / 8
-_SLICE: Final = 256 << 10
 _SHAPES: Final = {2: (16, 2, 64), 8: (32, 4, 64), 32: (32, 8, 128)}  # layers, heads, their size; 256 tokens in bf16
 _SEED: Final = 7
 
@@ -215,14 +217,19 @@ class Client:
             if isinstance(got, Lease):
                 got.release()
 
-    async def raw(self, mib: int, streams: int, *, copies: bool) -> None:
+    async def raw(self, mib: int, streams: int, *, copies: bool, digested: bool = False) -> None:
         """As many connections, each of a part of the blocks, all asked for at once, into this node's memory."""
         places = self.places[mib]
+        layers, *_ = _SHAPES[mib]
+        digested_by = mib * MIB // (2 * layers) if digested else 0
         with ThreadPoolExecutor(streams) as threads:
-            works = [asyncio.wrap_future(threads.submit(self._fetch, places[part::streams], copies)) for part in range(streams)]
+            works = [
+                asyncio.wrap_future(threads.submit(self._fetch, places[part::streams], copies, digested_by))
+                for part in range(streams)
+            ]
             await asyncio.gather(*works)
 
-    def _fetch(self, places: Sequence[tuple[int, int]], copies: bool) -> None:
+    def _fetch(self, places: Sequence[tuple[int, int]], copies: bool, digested_by: int) -> None:
         tls = self._tls if copies else None
         with ExitStack() as closing:
             sock = closing.enter_context(socket.create_connection(self._secured if tls else self._raw))
@@ -233,9 +240,11 @@ class Client:
             sock.sendall(b"".join(ask))
             memory = self._node.dram.memory
             for offset, nbytes in places:
-                for at in range(offset, offset + nbytes, _SLICE):
-                    end = min(at + _SLICE, offset + nbytes)
+                for at in range(offset, offset + nbytes, SLICE):
+                    end = min(at + SLICE, offset + nbytes)
                     assert fill(sock, memory[at:end]) == end - at
+                    for first in range(at, end, digested_by) if digested_by else ():
+                        blake3(memory[first : min(first + digested_by, end)]).digest()
 
     async def lone(self, mib: int, times: list[float]) -> None:
         """Blocks one after the other."""
@@ -292,6 +301,7 @@ async def _measure(
         cases[f"peer_{count}"] = partial(client.ours, mib, count)
         cases[f"sendfile_{count}"] = partial(client.raw, mib, count, copies=False)
         cases[f"send_{count}"] = partial(client.raw, mib, count, copies=True)
+        cases[f"verified_{count}"] = partial(client.raw, mib, max(2, count), copies=True, digested=True)
     others = [case for case in (mooncake.cases if mooncake else []) if case.endswith("get_into")]
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in [*cases, *others]}
     lone: list[float] = []
@@ -310,8 +320,8 @@ async def _measure(
             await client.lone(mib, lone)
     for count in streams:
         ours = seen[f"peer_{count}"]
-        for base in ("sendfile", "send"):
-            _tell(f"peer_{count}", mib, ours, f"{base}_{count}", seen[f"{base}_{count}"], target=0.8)
+        for base, target in (("sendfile", 0.8), ("send", 0.0), ("verified", 0.0)):
+            _tell(f"peer_{count}", mib, ours, f"{base}_{count}", seen[f"{base}_{count}"], target=target)
         for name in others:
             _tell(f"peer_{count}", mib, ours, name, seen[name])
     lone.sort()
