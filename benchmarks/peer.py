@@ -43,7 +43,8 @@ from kvstore import codec
 from kvstore.clock import SystemClock
 from kvstore.ids import BlockName, Namespace, Shard, chain
 from kvstore.lifecycle.prestage import Turns
-from kvstore.mesh.link import SLICE, Links
+from kvstore.mesh.exchange import SLICE
+from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.sockets import fill

@@ -8,17 +8,21 @@ from kvstore import codec
 from kvstore.clock import SystemClock
 from kvstore.ids import BlockName, Namespace, Shard, chain
 from kvstore.lifecycle.prestage import Turns
+from kvstore.mesh.connections import LinkSettings
 from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.peers import Peers
 from kvstore.repo import want
-from kvstore.server.peering import Peering
+from kvstore.server.peering import Peering, PeeringLimits
 from kvstore.service.plane import Plane, TenantTiers
 from kvstore.service.registry import Registry
 from tiering import DiskTier, DramTier, Lease, Miss, Movers, Stack, StackSettings
 
 ME = "default"
 NS = Namespace(model="mesh", revision="1", layers=4, kv_heads=2, head_dim=64, dtype="BF16", block_tokens=128)  # 256 KiB a block
+
+# A busy machine is no reason for a miss.
+CALM, CALM_TOO = LinkSettings(connect_s=30), PeeringLimits(tiers_s=60, through_s=60)
 
 
 class Told:
@@ -113,14 +117,14 @@ async def mesh_node(
         movers = await enter(Movers.open())
         tier = await enter(DramTier.open("dram", dram, movers))
         disk = await enter(DiskTier.open(nvme, 64 << 20, movers)) if nvme else None
-        lines = await enter(Links.open(links, tls=tls))
+        lines = await enter(Links.open(links or CALM, tls=tls))
         peers = await enter(Peers.open(name, directory, lines, clock, settings, placement=placement))
         origins = [peers, bucket] if bucket is not None else [peers]
         stack = await enter(Stack.open(tier, disk, origins, StackSettings(lenders=frozenset({"peer"}))))
         tiers = {ME: TenantTiers(tier, stack, ())}
         plane = Plane(tiers, Registry(None), None, clock, movers, Turns(speculative=1))
         life.push_async_callback(plane.aclose)
-        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits, networks=networks, tls=tls)
+        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits or CALM_TOO, networks=networks, tls=tls)
         yield MeshNode(name, directory, lines, peers, tier, stack, await enter(opening))
 
 

@@ -7,7 +7,7 @@ from fakes.mesh_peers import block, mesh_node, wants_of
 from fakes.node import until
 from fakes.peer import request_of, scripted
 
-from kvstore.mesh.link import LinkSettings
+from kvstore.mesh.connections import LinkSettings
 from tiering import Miss, Reach
 
 

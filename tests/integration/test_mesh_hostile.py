@@ -20,8 +20,9 @@ from kvstore.clock import SystemClock
 from kvstore.config import static_peers
 from kvstore.errors import Invalid
 from kvstore.mesh import link
+from kvstore.mesh.connections import LinkSettings
 from kvstore.mesh.entries import Names, bucket_of
-from kvstore.mesh.link import Links, LinkSettings
+from kvstore.mesh.link import Links
 from kvstore.mesh.members import Member
 from kvstore.mesh.static import StaticDirectory
 from kvstore.mesh.supplier import PeerSettings
@@ -95,7 +96,7 @@ async def test_nonsense_is_logged_once_and_not_for_every_request(caplog):
 
 
 async def test_hundreds_of_connections_are_no_more_than_one_address_may_have():
-    async with mesh_node("a") as a, mesh_node("b", placement=False) as b:
+    async with mesh_node("a") as a, mesh_node("b", settings=PATIENT, placement=False) as b:
         introduce(a, b)
         wants = wants_of(4)
         a.put(wants)

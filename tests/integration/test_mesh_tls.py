@@ -11,15 +11,15 @@ from fakes.node import until as until_true
 
 from kvstore.errors import Invalid
 from kvstore.mesh import link
+from kvstore.mesh.connections import LinkSettings
 from kvstore.mesh.frames import Malformed
-from kvstore.mesh.link import LinkSettings
 from kvstore.mesh.supplier import PeerSettings
 from kvstore.mesh.testing import ValkeyServer, find_valkey
 from kvstore.mesh.tls import PeerTls
 from tiering import Miss
 
 Authority = pytest.importorskip("fakes.certificates", reason="the package cryptography is not installed").Authority
-PATIENT = {"settings": PeerSettings(patience_s=30, through_s=30), "links": LinkSettings(connect_s=30)}
+PATIENT = {"settings": PeerSettings(patience_s=30, through_s=30)}
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +92,10 @@ async def test_a_member_of_another_authority_is_asked_for_nothing(authority, tmp
 
 async def test_plain_and_secured_nodes_are_strangers(authority):
     secured = of(authority, "one", "a")
+    soon = LinkSettings(connect_s=1)  # for a handshake that never comes
     counts = await refused(mesh_node("a", tls=secured), mesh_node("b"), None)
     assert counts["connections unverified"] >= 1
-    counts = await refused(mesh_node("a"), mesh_node("b", tls=secured), None)
+    counts = await refused(mesh_node("a"), mesh_node("b", links=soon, tls=secured), None)
     assert counts["requests blocks"] == counts["requests holds"] == 0
 
 

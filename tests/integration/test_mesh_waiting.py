@@ -10,7 +10,7 @@ from fakes.node import until
 from fakes.peer import request_of, scripted
 
 from kvstore.mesh import frames
-from kvstore.mesh.link import TcpLink
+from kvstore.mesh.connections import Connections
 from kvstore.mesh.members import Member, owner
 from kvstore.mesh.supplier import PeerSettings
 from kvstore.server.peering import PeeringLimits
@@ -66,7 +66,7 @@ async def test_a_peer_that_lets_nobody_connect_holds_no_thread(monkeypatch):
     async def never(self):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(TcpLink, "_dialled", never)
+    monkeypatch.setattr(Connections, "dialled", never)
     async with mesh_node("a") as a:
         with pytest.raises(TimeoutError):
             await a.links.holds(Member("b", 1, "127.0.0.1", 1), [bytes(32)])
@@ -78,7 +78,11 @@ async def test_a_herd_reads_each_block_from_the_bucket_once(count):
     bucket = Counted()
     async with AsyncExitStack() as life:
         nodes = [
-            await life.enter_async_context(mesh_node(f"n{index}", dram=64 << 20, bucket=bucket, settings=PATIENT))
+            await life.enter_async_context(
+                mesh_node(
+                    f"n{index}", dram=64 << 20, bucket=bucket, settings=PATIENT, limits=PeeringLimits(from_one=1000, through_s=60)
+                )
+            )
             for index in range(count)
         ]
         introduce(*nodes)

@@ -11,7 +11,7 @@ from fakes.node import until
 from kvstore.clock import VirtualClock
 from kvstore.mesh import frames
 from kvstore.mesh.coding import Worth
-from kvstore.mesh.link import Carried
+from kvstore.mesh.exchange import Carried
 from kvstore.mesh.members import Member, owner
 from kvstore.mesh.peers import Peers
 from kvstore.mesh.supplier import PeerSettings
@@ -99,6 +99,7 @@ async def test_the_next_holder_is_asked_where_one_has_not_what_is_said_of_it(cas
     case.first = A if owner(want.key, ["a", "b"]) == "a" else B
     assert await case.fetch(want) == block(want)
     assert case.directory.wrongs == [(case.first.node, want.key)]
+    assert case.peers.asked_of == {node: {"absent" if node == case.first.node else "hits": 1} for node in ("a", "b")}
 
 
 async def test_a_corrupt_block_is_another_sources_and_told_of(case):
@@ -167,7 +168,7 @@ async def test_a_holder_that_does_not_answer_is_not_waited_for(case):
     case.directory.places[want.key] = (A,)
     case.lines[A].hangs = True
     assert await case.fetch(want) is Miss.TIMEOUT
-    assert case.peers.counts["hedged"] == 1
+    assert (case.peers.counts["hedged"], case.peers.asked_of) == (1, {"a": {"timeout": 1}})
     (other,) = wants_of(1, first=1)
     case.directory.places[other.key] = (A,)
     await case.fetch(other)
