@@ -126,11 +126,13 @@ class MeshStats(msgspec.Struct, frozen=True, kw_only=True):
         fetches: Blocks asked of others, by how that ended (`hits`, or the kind of miss), and what happened on the way: `through`
             (the owner was asked to read it from the bucket for all), `hedged` (the bucket was asked instead of waiting), `wrong`
             (the directory was), `corrupt`.
+        by_member: Of the members, by node: blocks that each was asked for, by how that ended. One block may be asked of several.
         directory: What is wrong with it; "" where nothing is.
     """
 
     members: list[str] = []
     fetches: dict[str, int] = {}
+    by_member: dict[str, dict[str, int]] = {}
     directory: str = ""
 
 

@@ -116,7 +116,10 @@ class Mesh:
     def stats(self) -> MeshStats:
         """As it stands."""
         return MeshStats(
-            members=[member.node for member in self.directory.members()], fetches=dict(self.peers.counts), directory=self.reason()
+            members=[member.node for member in self.directory.members()],
+            fetches=dict(self.peers.counts),
+            by_member={node: dict(counts) for node, counts in self.peers.asked_of.items()},
+            directory=self.reason(),
         )
 
     async def tell_of(self, tiers: Sequence[Holder], run: Run, clock: Clock) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Protocol, Self
@@ -47,6 +47,7 @@ class Peers:
 
     Attributes:
         counts: Of fetches by how they ended, and of what happened on the way: `corrupt`, `wrong`, `hedged`, `through`.
+        asked_of: Blocks that each member was asked for, by how that ended. What is said of who is no member any more is forgotten.
     """
 
     name = "peer"
@@ -68,6 +69,7 @@ class Peers:
         self._asked: list[tuple[bytes, asyncio.Future[tuple[Member, ...]]]] = []  # of the directory, in this tick
         self._locating: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
+        self.asked_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     @classmethod
     @asynccontextmanager
@@ -130,6 +132,8 @@ class Peers:
             self._links.keep(members)
             for member in self._suppliers.keys() - set(members):
                 await self._suppliers.pop(member).aclose()
+            for node in self.asked_of.keys() - {member.node for member in members}:
+                del self.asked_of[node]
             await self._clock.sleep(_LOOK_S)
 
     # --- inside ---
@@ -141,7 +145,7 @@ class Peers:
         for tried, supplier in enumerate(suppliers):
             if tried and tell is not None:
                 tell(0)
-            miss = await self._ask(supplier, Delivery(want, block, into, tell), through=False)
+            miss = await self._asked_of(supplier, Delivery(want, block, into, tell), through=False)
             if miss is None or miss is Miss.TIMEOUT:
                 return miss
             found = found if miss is Miss.ABSENT else miss
@@ -151,7 +155,7 @@ class Peers:
         if holders and tell is not None:
             tell(0)
         self.counts["through"] += 1
-        miss = await self._ask(reader, Delivery(want, block, into, tell), through=True)
+        miss = await self._asked_of(reader, Delivery(want, block, into, tell), through=True)
         return found if miss is Miss.ABSENT else miss
 
     def _ranked(self, want: Want, holders: Sequence[Member]) -> list[Supplier]:
@@ -169,6 +173,11 @@ class Peers:
             return None
         supplier = self._supplier(members[name])
         return supplier if supplier.has_room(want.size) else None
+
+    async def _asked_of(self, supplier: Supplier, delivery: Delivery, *, through: bool) -> Miss | None:
+        miss = await self._ask(supplier, delivery, through=through)
+        self.asked_of[supplier.member.node]["hits" if miss is None else miss.value] += 1
+        return miss
 
     async def _ask(self, supplier: Supplier, delivery: Delivery, *, through: bool) -> Miss | None:
         """One block of one peer. TIMEOUT: longer than it should take, so that whoever is next should be asked."""
