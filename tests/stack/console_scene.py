@@ -13,6 +13,7 @@ from kvstore.node import Node
 from kvstore.objects import Faults, MemoryStore
 from kvstore.objects.faults import Fault
 from kvstore.server.app import HttpServer
+from kvstore.server.peering import Peering
 
 # 16 KiB a block.
 NS = Namespace(model="meta-llama/Llama-3.1-8B", revision="r1", layers=2, kv_heads=2, head_dim=64, block_tokens=16)
@@ -36,13 +37,18 @@ def links_of(session, blocks, more=0):
 
 async def written(service, session, links, base, **fields):
     """Blocks, and a version that names them."""
+    await published(service, links)
+    said = {"durability": "bucket", "labels": {"team": "support", "<b>": "<i>bold</i>"}, **fields}
+    await service.call("default", "commit", api.Commit(id=session, namespace=NS.id, base_version=base, blocks=links, **said))
+
+
+async def published(service, links):
+    """Blocks in memory."""
     for link in links:
         room = await service.plane.reserve("default", NS.id, SHARD, link)
         if room is not None:
             room.payload[:] = (bytes.fromhex(link.prefix_id) * (len(room.payload) // 32 + 1))[: len(room.payload)]
             await room.publish()
-    said = {"durability": "bucket", "labels": {"team": "support", "<b>": "<i>bold</i>"}, **fields}
-    await service.call("default", "commit", api.Commit(id=session, namespace=NS.id, base_version=base, blocks=links, **said))
 
 
 async def furnish(node, sessions):
@@ -65,10 +71,14 @@ async def furnish(node, sessions):
     await written(service, "scratch/expired", links_of("scratch/expired", 3), 0, ttl_s=1)
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as here:
+        return here.getsockname()[1]
+
+
 def settings(folder, node="node-a"):
     """A node with a disk tier, prices, and a peer that is gone."""
-    with socket.create_server(("127.0.0.1", 0)) as here:
-        own = here.getsockname()[1]
+    own = free_port()
     base = Settings(
         store=StoreSettings(url="memory://console"),
         dram=DramSettings(size=Bytes(24 << 20)),
@@ -100,13 +110,31 @@ async def opened(folder, sessions, listen="127.0.0.1:0", **face):
         yield node, server
 
 
+@asynccontextmanager
+async def member(folder, name, directory):
+    """A node without a bucket that others of that directory find, and which serves them."""
+    peers = PeersSettings(listen=f"127.0.0.1:{free_port()}", directory=directory)
+    alone = msgspec.structs.replace(settings(folder / name, name), store=StoreSettings(), peers=peers)
+    async with Node.open(alone) as node:
+        asked = (node.service.plane, node.tiers, node.movers, node.clock, node.mesh.peers.owns)
+        async with Peering.open(*asked, listen=peers.listen), node.joined(node.mesh):
+            await node.service.call("default", "put_namespace", api.PutNamespace(namespace=NS.id, fields=NS))
+            yield node
+
+
+async def read(node, links):
+    """How many of them a node has, or gets from others."""
+    leases, _ = await node.service.plane.get("default", NS.id, SHARD, links, deadline_ms=5000, reach="bucket")
+    for lease in leases:
+        lease.release()
+    return len(leases)
+
+
 async def busy(node, sessions):
     """Readers: what they find in memory, and what they find in the bucket. Runs until cancelled."""
     turn = 0
     while True:
         links = links_of(sessions[turn % len(sessions)], 12)[: 4 + turn % 9]
-        leases, _ = await node.service.plane.get("default", NS.id, SHARD, links, deadline_ms=5000, reach="bucket")
-        for lease in leases:
-            lease.release()
+        await read(node, links)
         turn += 1
         await asyncio.sleep(0.02 + 0.1 * (turn % 40 > 25))

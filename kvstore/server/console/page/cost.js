@@ -2,9 +2,10 @@
 
 import { Facts, Table, h, panel } from "./dom.js";
 import { NONE, bytes, count, duration, name, short } from "./format.js";
+import { tierName } from "./names.js";
 
 const total = (counts) => Object.values(counts).reduce((all, each) => all + each, 0);
-const spelled = (counts) => Object.entries(counts).map(([what, n]) => `${name(what)} ${count(n)}`).join(", ") || NONE;
+const spelled = (tokens) => Object.entries(tokens).map(([tier, n]) => `${tierName(tier)} ${count(n)}`).join(", ") || NONE;
 const seconds = (value) => (value < 0 ? `−${duration(-value)}` : duration(value));
 
 /** Small sums keep the digits that say something. */
@@ -38,7 +39,7 @@ export class CostView {
       { name: "Egress", num: true, cell: sum("egress_cost", "gb_egress") },
       { name: "Storage / month", num: true, cell: (each) => (each.stored < 0 ? NONE : sum("month_cost", "gb_month")(each)) },
       { name: "Time avoided", num: true, cell: (each) => (each.recompute_s ? seconds(each.avoided_s) : NONE) },
-      { name: "Saved", num: true, cell: (each) => (each.recompute_s ? sum("saved", "gpu_hour")(each) : NONE) },
+      { name: "Saved", num: true, class: "wide", cell: (each) => (each.recompute_s ? sum("saved", "gpu_hour")(each) : NONE) },
     ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
     this.counts = new Table("What was counted", [
       { name: "Tenant and model", header: true, class: "wide", cell: whose },
@@ -46,7 +47,7 @@ export class CostView {
       { name: "Sent", num: true, cell: (each) => bytes(each.sent) },
       { name: "Fetched", num: true, cell: (each) => bytes(each.fetched) },
       { name: "Stored", num: true, cell: (each) => (each.stored < 0 ? "unknown" : bytes(each.stored)) },
-      { name: "Waited for loads", num: true, cell: (each) => `${each.load_s.toFixed(1)} s` },
+      { name: "Waited for loads", num: true, class: "wide", cell: (each) => `${each.load_s.toFixed(1)} s` },
       { name: "Tokens given", class: "wide", cell: (each) => spelled(each.tokens) },
     ], { key: (each) => JSON.stringify([each.tenant, each.namespace]), empty: "Nothing was counted yet." });
     this.prices = new Facts();

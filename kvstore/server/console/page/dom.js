@@ -82,7 +82,7 @@ export class Table {
   }
 }
 
-/** Names and values; `show` takes [name, value] pairs, of which those without a value are left out. */
+/** Names and values; `show` takes [name, value] pairs, a value being text or a node, of which those without a value are left out. */
 export class Facts {
   constructor() {
     this.element = h("dl", { class: "facts" });
@@ -95,7 +95,8 @@ export class Facts {
       ([name]) => name,
       ([name]) => h("div", {}, h("dt", {}, name), h("dd")),
       (node, [, value, tone]) => {
-        text(node.lastChild, value);
+        if (value instanceof Node) node.lastChild.replaceChildren(value);
+        else text(node.lastChild, value);
         node.lastChild.className = tone ?? "";
       },
     );

@@ -16,6 +16,7 @@ export const NONE = "–";
 export const bytes = (value) => scaled(value, 1024, SIZES);
 export const rate = (value) => (value === null ? NONE : scaled(value, 1000, RATES));
 export const count = (value) => (value < 0 ? NONE : Math.round(value).toLocaleString("en-US"));
+export const sessions = (n) => `${count(n)} session${n === 1 ? "" : "s"}`;
 export const perSecond = (value) => (value === null ? NONE : `${value && value < 10 ? value.toFixed(1) : count(value)} /s`);
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : NONE);
 

@@ -1,4 +1,4 @@
-// Which model a namespace is of. Asked for once, and again when one turns up that is not known.
+// Tiers and namespaces as people know them. Which model a namespace is of is asked for once, and again when one turns up that is not known.
 
 import { get } from "./api.js";
 import { name, short } from "./format.js";
@@ -17,6 +17,11 @@ export async function learn(namespaces) {
     // the caller shows digests
   }
 }
+
+const TIERS = { gpu: "GPU", device: "Device", dram: "DRAM", nvme: "NVMe", peer: "Peers", bucket: "Bucket" };
+
+/** A tier, by its name in statistics. */
+export const tierName = (tier) => TIERS[tier] ?? name(tier);
 
 /** A namespace as people know it. */
 export const namespace = (id) => (models.has(id) ? `${name(models.get(id))} (${short(id)})` : short(id));

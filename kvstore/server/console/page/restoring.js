@@ -3,6 +3,7 @@
 import { Problem, events, remove } from "./api.js";
 import { h, text } from "./dom.js";
 import { bytes, count, milliseconds, name, rate } from "./format.js";
+import { tierName } from "./names.js";
 
 const OVER = new Set(["ready", "partial", "failed", "cancelled", "dropped"]);
 const SAYS = {
@@ -82,7 +83,7 @@ export class Restoring {
     this.element.dataset.state = state;
     text(this.word, `${SAYS[state] ?? name(state)}${status.version ? ` v${status.version}` : ""}`);
     text(this.numbers, tokens === null || tokens === undefined ? "" : `${count(staged)} of ${count(tokens)} tokens${all ? `, ${bytes(done)} of ${bytes(all)}` : ""}`);
-    const from = Object.entries(status.by_tier).map(([tier, size]) => `${bytes(size)} from ${name(tier)}`).join(", ");
+    const from = Object.entries(status.by_tier).map(([tier, size]) => `${bytes(size)} from ${tierName(tier)}`).join(", ");
     const pace = done && status.elapsed_ms ? rate((1000 * done) / status.elapsed_ms) : "";
     const left = !this.over && status.eta_ms !== null ? `${milliseconds(status.eta_ms)} left` : "";
     const took = this.over ? `took ${milliseconds(status.elapsed_ms)}` : "";

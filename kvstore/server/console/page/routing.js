@@ -2,12 +2,13 @@
 
 import { Table, h, panel } from "./dom.js";
 import { count, duration, milliseconds, name } from "./format.js";
+import { tierName } from "./names.js";
 
 const SOURCES = ["gpu", "dram", "nvme", "peer", "bucket", "computed"];
 
 /** Tokens of a prompt, by where their KV was to come from. */
 function spelled(tokens) {
-  const found = SOURCES.filter((source) => tokens[source]).map((source) => `${count(tokens[source])} ${source}`);
+  const found = SOURCES.filter((source) => tokens[source]).map((source) => `${count(tokens[source])} ${source === "computed" ? "computed" : `from ${tierName(source)}`}`);
   return found.join(", ") || "none";
 }
 
@@ -80,7 +81,7 @@ class Decision {
     const words = [
       decision.age_s < 1 ? "now" : `${duration(decision.age_s)} ago`,
       name(decision.engine),
-      priced ? spelled(priced.tokens) : "prompt not known",
+      priced ? `tokens: ${spelled(priced.tokens)}` : "prompt not known",
       priced ? `predicted ${milliseconds(priced.ms)}` : "by load alone",
       measured(decision),
     ];

@@ -17,6 +17,11 @@ export class Samples {
     return this.#all.at(-1)?.stats ?? null;
   }
 
+  /** When the last one came, in seconds of performance.now. */
+  get heard() {
+    return this.#all.at(-1)?.at ?? -Infinity;
+  }
+
   /** [seconds ago, rate] pairs of a counter, oldest first; null where looking was paused between. */
   rates(counter) {
     const now = this.#all.at(-1)?.at;

@@ -1,14 +1,13 @@
-// One session: what it is, its versions and forks, and what can be done with it.
+// One session: what it is, and what can be done with it.
 
 import { get, ofSession, post, remove } from "./api.js";
 import { Facts, confirmed, h, text } from "./dom.js";
-import { ago, bytes, count, duration, name } from "./format.js";
+import { Family } from "./family.js";
+import { bytes, count, duration, name } from "./format.js";
 import { learn, namespace } from "./names.js";
 import { Restoring } from "./restoring.js";
-import { tree } from "./tree.js";
-import { keyOf, linkOf } from "./sessions.js";
-
-const RELATIVES = 24; // whose versions are asked for, of a family
+import { keyOf } from "./sessions.js";
+import { when } from "./when.js";
 
 export class SessionPanel {
   constructor(list) {
@@ -23,11 +22,10 @@ export class SessionPanel {
     this.pin = h("button", { type: "button", onclick: () => this.#pin() }, "Pin");
     this.delete = h("button", { type: "button", class: "danger", onclick: () => this.#delete() }, "Delete …");
     this.progress = h("div");
-    this.forks = h("div", { class: "tree" });
+    this.family = new Family(list, (version) => this.#restore(version));
     this.body = h("div", {},
       h("div", { class: "acts" }, this.restore, h("label", { for: "tier" }, "into"), this.tier, h("span", { class: "gap" }), this.pin, this.delete),
-      this.progress, this.facts.element, h("h3", {}, "Versions and forks"), this.forks,
-      h("p", { class: "note" }, "Of its family, the forks that are in the list beside it. Each stands under the version that it began as."));
+      this.progress, this.facts.element, this.family.element);
     this.element = h("section", { class: "panel detail", "aria-label": "Session", hidden: true },
       h("div", { class: "title" }, this.heading, h("a", { href: "#/sessions" }, "All sessions")), this.said, this.body);
   }
@@ -42,9 +40,10 @@ export class SessionPanel {
     this.element.hidden = !session;
     if (same) return;
     this.session = session;
+    this.family.clear();
     if (!session) return;
     text(this.heading, name(session.id));
-    text(this.said, "");
+    text(this.said, "Reading …");
     this.body.hidden = true;
     this.progress.replaceChildren(...[this.restores.get(keyOf(session))?.element].filter(Boolean));
     this.heading.focus({ preventScroll: true });
@@ -59,8 +58,9 @@ export class SessionPanel {
       if (this.session !== wanted) return;
       await learn([found.namespace]);
       this.#shown(found);
+      text(this.said, "");
       await this.list.loaded;
-      await this.#family(found);
+      if (this.session && keyOf(this.session) === keyOf(wanted)) await this.family.show(found);
     } catch (problem) {
       if (this.session === wanted || (this.session && keyOf(this.session) === keyOf(wanted))) this.#failed(problem, { gone: problem.status === 404 || problem.status === 410 });
     }
@@ -74,47 +74,13 @@ export class SessionPanel {
       ["Version", count(session.version)],
       ["Tokens", `${count(session.tokens)} in ${count(session.blocks)} blocks`],
       ["Stored", bytes(session.bytes)],
-      ["Written", ago(session.updated)],
-      ["Expires", session.pinned ? "never, it is pinned" : session.expires ? ago(session.expires) : "never"],
+      ["Written", when(session.updated)],
+      ["Expires", session.pinned ? "never, it is pinned" : session.expires ? when(session.expires, "end") : "never"],
       ["Time to live", session.ttl_s ? `${duration(session.ttl_s)}${session.sliding ? ", renewed by use" : ""}` : "none"],
       ["Namespace", namespace(session.namespace)],
       ["Lane", name(session.lane)],
       ...Object.entries(session.labels).map(([key, value]) => [`Label ${name(key)}`, name(value)]),
     ]);
-  }
-
-  async #family(session) {
-    const others = this.list.family(session.family).filter((each) => keyOf(each) !== keyOf(session));
-    const family = [session, ...others.slice(0, RELATIVES)];
-    const versions = await Promise.all(family.map(async (each) => {
-      try {
-        return (await get(ofSession(each, "versions"))).versions;
-      } catch (problem) {
-        if (each === session) throw problem;
-        return []; // it went while we looked
-      }
-    }));
-    if (!this.session || keyOf(this.session) !== keyOf(session)) return;
-    const grown = tree(family.map((each, index) => ({ session: each, versions: versions[index] })));
-    this.forks.replaceChildren(h("ul", {}, grown.map((node) => this.#branch(node))));
-    if (others.length > RELATIVES) this.forks.append(h("p", { class: "note" }, `${count(others.length - RELATIVES)} more of its family are in the list.`));
-  }
-
-  #branch({ session, versions, strays }) {
-    const own = keyOf(session) === keyOf(this.session);
-    const title = own ? h("strong", {}, h("bdi", {}, name(session.id))) : h("a", { href: linkOf(session) }, h("bdi", {}, name(session.id)));
-    return h("li", { class: own ? "own" : null }, title,
-      h("ul", {},
-        versions.map(({ version, forks }) => h("li", {},
-          h("div", { class: "version" },
-            h("span", { class: "said" },
-              h("span", { class: "v" }, `v${version.version}`),
-              h("span", {}, `${count(version.tokens)} tokens`),
-              h("span", { class: "soft" }, ago(version.at)),
-              version.current ? h("span", { class: "tag" }, "current") : null),
-            own ? h("button", { type: "button", class: "quiet", "aria-label": `Restore version ${version.version}`, onclick: () => this.#restore(version.version) }, "Restore") : null),
-          forks.length ? h("ul", {}, forks.map((fork) => this.#branch(fork))) : null)),
-        strays.map((fork) => this.#branch(fork))));
   }
 
   async #restore(version = null) {
@@ -167,6 +133,7 @@ export class SessionPanel {
 
   #failed(problem, { gone = false } = {}) {
     if (gone) this.body.hidden = true;
+    this.list.missed(problem);
     const why = problem.status === 403 ? `This token may not do that: ${problem.message}` : problem.message;
     text(this.said, [why, problem.remedy].filter(Boolean).join(" – "));
   }

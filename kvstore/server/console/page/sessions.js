@@ -1,23 +1,23 @@
-// Sessions by the beginning of their ids, in pages; beside them, the one that was chosen.
+// Sessions by the beginning of their ids, in pages; beside them, the one that was chosen. They are read when somebody asks, and once
+// more where nobody could be reached, or the token was refused, and that is over.
 
 import { get } from "./api.js";
 import { Table, h, panel, text } from "./dom.js";
-import { ago, bytes, count, exactly, name, short } from "./format.js";
+import { bytes, count, name, sessions, short } from "./format.js";
 import { SessionPanel } from "./session.js";
+import { when } from "./when.js";
 
 const PAGE = 50, TYPING_MS = 300;
 export const keyOf = (session) => JSON.stringify([session.id, session.namespace, session.lane]);
 export const linkOf = (session) => `#/sessions/${[session.id, session.namespace, session.lane].map(encodeURIComponent).join("/")}`;
-
-function when(at) {
-  return h("time", at ? { datetime: new Date(at * 1000).toISOString(), title: exactly(at) } : {}, ago(at));
-}
 
 export class SessionsView {
   constructor(state) {
     this.state = state;
     this.sessions = [];
     this.prefix = this.cursor = "";
+    this.read = null; // when, and with what prefix, the list was
+    this.lost = null; // since when something that was asked for has no answer
     this.asked = 0;
     this.chosen = "";
     this.input = h("input", { id: "prefix", type: "search", autocomplete: "off", spellcheck: "false", oninput: () => this.#typed() });
@@ -27,8 +27,8 @@ export class SessionsView {
       { name: "Tokens", num: true, cell: (each) => count(each.tokens) },
       { name: "Stored", num: true, cell: (each) => bytes(each.bytes) },
       { name: "Written", num: true, cell: (each) => when(each.updated) },
-      { name: "Expires", num: true, cell: (each) => (each.pinned ? "pinned" : each.expires ? when(each.expires) : "never") },
-    ], { key: keyOf, empty: "No session has an id that begins so." });
+      { name: "Expires", num: true, class: "wide", cell: (each) => (each.pinned ? "pinned" : each.expires ? when(each.expires, "end") : "never") },
+    ], { key: keyOf });
     this.more = h("button", { type: "button", hidden: true, onclick: () => this.#load() }, "More");
     this.said = h("p", { class: "note", role: "status" });
     this.panel = new SessionPanel(this);
@@ -40,12 +40,25 @@ export class SessionsView {
     this.loaded = this.refresh();
   }
 
-  show() {
-    this.panel.allow(this.state.samples.latest);
+  show({ samples, problem }) {
+    this.panel.allow(samples.latest);
+    if (this.lost !== null && !problem && samples.heard > this.lost) this.again();
+  }
+
+  /** Something was asked for in vain: where that was for want of a node or a token, it is asked for again when there is one. */
+  missed({ status }) {
+    if (status === 0 || status === 401) this.lost = performance.now() / 1000;
+  }
+
+  /** Whether the list has all sessions there are. */
+  get whole() {
+    return this.read?.prefix === "" && !this.cursor;
   }
 
   /** List and session again: somebody asked for it, or gave another token. */
   again() {
+    this.lost = null;
+    this.panel.family.forget();
     this.loaded = this.refresh();
     this.panel.refresh();
   }
@@ -64,7 +77,6 @@ export class SessionsView {
   async refresh() {
     clearTimeout(this.typing);
     this.prefix = this.input.value;
-    this.cursor = "";
     await this.#load({ anew: true });
   }
 
@@ -87,23 +99,32 @@ export class SessionsView {
 
   async #load({ anew = false } = {}) {
     const asked = (this.asked += 1);
-    const query = new URLSearchParams({ prefix: this.prefix, cursor: this.cursor, limit: PAGE });
+    const query = new URLSearchParams({ prefix: this.prefix, cursor: anew ? "" : this.cursor, limit: PAGE });
     this.table.element.setAttribute("aria-busy", "true");
+    if (!this.read) text(this.said, "Reading …");
     try {
       const page = await get(`/v1/sessions?${query}`, { patience: 60_000 });
       if (asked !== this.asked) return; // somebody typed on
       this.sessions = anew ? page.sessions : [...this.sessions, ...page.sessions];
       this.cursor = page.cursor;
+      text(this.table.note, this.prefix ? "No session has an id that begins so." : "There is no session yet: an engine, or a client's commit, makes one.");
       this.table.show(this.sessions);
       this.#mark();
       this.more.hidden = !page.cursor;
-      text(this.said, this.sessions.length ? `${count(this.sessions.length)} sessions${page.cursor ? ", and more" : ""}` : "");
+      this.read = { prefix: this.prefix, at: new Date().toLocaleTimeString() };
+      text(this.said, `${this.sessions.length ? `${sessions(this.sessions.length)}${page.cursor ? ", and more" : ""}, read` : "Read"} at ${this.read.at}`);
     } catch (problem) {
       if (asked !== this.asked) return;
-      if (anew) this.table.show((this.sessions = []));
-      this.table.note.hidden = true;
-      this.more.hidden = true;
-      text(this.said, [problem.message, problem.remedy].filter(Boolean).join(": "));
+      this.missed(problem);
+      const kept = this.read && this.read.prefix === this.prefix; // else it would pass for what was searched
+      if (!kept) {
+        this.read = null;
+        this.cursor = "";
+        this.table.show((this.sessions = []));
+        this.table.note.hidden = true;
+      }
+      this.more.hidden = !kept || !this.cursor;
+      text(this.said, [kept ? `Not read: ${problem.message}` : problem.message, problem.remedy, kept && `What is shown is of ${this.read.at}.`].filter(Boolean).join(". "));
     } finally {
       if (asked === this.asked) this.table.element.removeAttribute("aria-busy");
     }

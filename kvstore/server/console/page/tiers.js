@@ -2,10 +2,10 @@
 
 import { Facts, Table, h, panel, text } from "./dom.js";
 import { NONE, bytes, count, duration, milliseconds, name, perSecond, percent, rate } from "./format.js";
+import { tierName } from "./names.js";
 import { Spark } from "./spark.js";
 
 const ORDER = ["device", "dram", "nvme", "peer", "bucket"];
-const CALLED = { device: "Device", dram: "DRAM", nvme: "NVMe", peer: "Peers", bucket: "Bucket" };
 const sum = (counts) => Object.values(counts).reduce((total, each) => total + each, 0);
 
 /** A bar with its words: how much of a limit is used. */
@@ -41,7 +41,7 @@ function readTime(latency) {
   if (!total) return NONE;
   const bound = quantile(latency, 0.99);
   const most = bound === Infinity ? `> ${milliseconds(1000 * latency.bounds_s.at(-1))}` : `≤ ${milliseconds(1000 * bound)}`;
-  return `${milliseconds((1000 * latency.total_s) / total)}, p99 ${most}`;
+  return `mean ${milliseconds((1000 * latency.total_s) / total)}, p99 ${most}`;
 }
 
 const spelled = (counts) => Object.entries(counts).filter(([, n]) => n).map(([what, n]) => `${name(what)} ${count(n)}`).join(", ") || "none";
@@ -59,9 +59,9 @@ export class TiersView {
   constructor() {
     this.sparks = new Map();
     this.tiers = new Table("Tiers, nearest first", [
-      { name: "Tier", header: true, cell: (tier) => CALLED[tier.key] ?? name(tier.key) },
+      { name: "Tier", header: true, cell: (tier) => tierName(tier.key) },
       { name: "Used", class: "wide", cell: used },
-      { name: "Hit rate", num: true, cell: (tier) => percent(tier.hits, tier.hits + tier.misses) },
+      { name: "Hit rate", num: true, class: "wide", cell: (tier) => percent(tier.hits, tier.hits + tier.misses) },
       { name: "Reads over time", class: "wide", cell: (tier) => this.#reads(tier) },
       { name: "Out", num: true, cell: (tier) => rate(tier.out) },
       { name: "In", num: true, cell: (tier) => rate(tier.in) },
@@ -69,19 +69,18 @@ export class TiersView {
       { name: "Left out or lost", class: "wide", cell: lost },
     ], { empty: "No statistics yet." });
     [this.readers, this.writers, this.bucket, this.node] = [new Facts(), new Facts(), new Facts(), new Facts()];
+    this.operators = [panel("Writers", {}, this.writers.element), panel("Bucket", {}, this.bucket.element), panel("Node", {}, this.node.element)];
     this.element = h("div", {},
       panel("Tiers", {}, this.tiers.element,
         h("p", { class: "note" }, "Counts are since the node started. Hit rate: of the blocks that a tier was asked for. Out and in: over the last six seconds. Lines: since this page was opened, at most five minutes.")),
       h("div", { class: "columns" },
         panel("Readers", {}, this.readers.element),
-        panel("Writers", {}, this.writers.element),
-        panel("Bucket", {}, this.bucket.element),
-        panel("Node", {}, this.node.element)));
+        this.operators));
   }
 
   #reads(tier) {
     if (!this.sparks.has(tier.key)) {
-      const spark = new Spark(`Blocks read from ${CALLED[tier.key] ?? tier.key} a second, over time`);
+      const spark = new Spark(`Blocks read from ${tierName(tier.key)} a second, over time`);
       this.sparks.set(tier.key, { spark, words: h("span"), element: null });
     }
     const one = this.sparks.get(tier.key);
@@ -94,19 +93,22 @@ export class TiersView {
   show({ samples }) {
     const stats = samples.latest;
     if (!stats) return this.tiers.show([]);
+    const whole = stats.whole !== false; // else these are not told, not none
+    for (const each of this.operators) each.hidden = !whole;
     const names = Object.keys(stats.tiers).sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
     this.tiers.show(names.map((key) => {
       const of = (field) => (each) => each.tiers[key]?.[field] ?? 0;
       return { ...stats.tiers[key], key, points: samples.rates(of("hits")), rate: samples.now(of("hits")), out: samples.now(of("bytes_out")), in: samples.now(of("bytes_in")) };
     }));
     const reads = (kind) => ["complete", "partial", "miss"].map((how) => [how, Object.entries(stats.reads).filter(([key]) => key.includes(kind) && key.includes(how)).reduce((all, [, n]) => all + n, 0)]);
-    const given = names.filter((key) => stats.tiers[key].tokens).map((key) => `${CALLED[key] ?? name(key)} ${count(stats.tiers[key].tokens)}`);
+    const given = names.filter((key) => stats.tiers[key].tokens).map((key) => `${tierName(key)} ${count(stats.tiers[key].tokens)}`);
     this.readers.show([
-      ["Gets", spelled(Object.fromEntries(reads("get")))],
-      ["Look-ups", spelled(Object.fromEntries(reads("lookup")))],
-      ["Tokens given", given.join(", ") || "none"],
-      ["Tokens missed", spelled(stats.tokens_missed)],
+      ["Gets", whole ? spelled(Object.fromEntries(reads("get"))) : null],
+      ["Look-ups", whole ? spelled(Object.fromEntries(reads("lookup"))) : null],
+      ["Tokens given", whole ? given.join(", ") || "none" : null],
+      ["Tokens missed", whole ? spelled(stats.tokens_missed) : null],
       ["Leases held", count(stats.leases)],
+      ["Waiting to be written", whole ? null : bytes(stats.queued_bytes)],
     ]);
     const { pending = 0, pending_bytes = 0, ...outcomes } = stats.commits;
     this.writers.show([
