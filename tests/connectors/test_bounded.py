@@ -91,7 +91,10 @@ def test_close_cancels_what_waits_and_takes_nothing_more(held):
 
 def test_threads_are_as_many_as_are_needed_and_end_with_it():
     workers, gate = Bounded("few", 3, 16), threading.Event()
-    named = lambda: {thread for thread in threading.enumerate() if thread.name.startswith("few_")}  # noqa: E731
+
+    def named():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("few_")}
+
     assert not named()
     workers.submit(lambda: None).result(30)
     assert len(named()) == 1

@@ -9,7 +9,7 @@ from fakes.mesh_peers import NS, introduce, mesh_node
 from kvstore.mesh import frames
 from kvstore.mesh.supplier import PeerSettings
 
-PATIENT = PeerSettings(patience_s=30, through_s=30)  # no timing here but where it is the subject
+PATIENT = PeerSettings(patience_s=30, through_s=30, longest_s=3600)  # no timing here but where it is the subject
 
 
 @asynccontextmanager

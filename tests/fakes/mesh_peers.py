@@ -22,7 +22,7 @@ ME = "default"
 NS = Namespace(model="mesh", revision="1", layers=4, kv_heads=2, head_dim=64, dtype="BF16", block_tokens=128)  # 256 KiB a block
 
 # A busy machine is no reason for a miss.
-CALM, CALM_TOO = LinkSettings(connect_s=30), PeeringLimits(tiers_s=60, through_s=60)
+CALM, LENIENT = LinkSettings(connect_s=30), PeeringLimits(tiers_s=60, through_s=60)
 
 
 class Told:
@@ -124,7 +124,7 @@ async def mesh_node(
         tiers = {ME: TenantTiers(tier, stack, ())}
         plane = Plane(tiers, Registry(None), None, clock, movers, Turns(speculative=1))
         life.push_async_callback(plane.aclose)
-        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits or CALM_TOO, networks=networks, tls=tls)
+        opening = Peering.open(plane, tiers, movers, clock, peers.owns, limits=limits or LENIENT, networks=networks, tls=tls)
         yield MeshNode(name, directory, lines, peers, tier, stack, await enter(opening))
 
 

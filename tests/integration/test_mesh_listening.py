@@ -100,7 +100,7 @@ async def test_what_was_missed_is_asked_for_though_nothing_more_comes(engine, mo
         while held != {names[10]}:  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.02)
         await engine.say(20, lost=True)
-        while held != {names[10], names[20]}:  # noqa: ASYNC110
+        while held != {names[10], names[20]}:  # noqa: ASYNC110  nobody tells a test
             await asyncio.sleep(0.02)
         assert (listener.heard.gaps, listener.heard.forgotten) == (0, 0)
         await until(engine, held, 10, 20, 30)

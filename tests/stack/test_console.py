@@ -283,7 +283,10 @@ def test_pinned_and_unpinned(page, node):
 
 def test_nothing_is_deleted_until_it_is_confirmed(page, node):
     gone = "zz/007"
-    there = lambda: gone in [each.id for each in node.call("list_sessions", api.ListSessions(prefix="zz/")).sessions]  # noqa: E731
+
+    def there():
+        return gone in [each.id for each in node.call("list_sessions", api.ListSessions(prefix="zz/")).sessions]
+
     page.get_by_role("link", name="Sessions", exact=True).click()
     page.get_by_label("Ids that begin with").fill(gone)
     detail = show(page, gone)

@@ -21,7 +21,7 @@ class SlowStore:
         self.outcomes = {}
         self.stubborn = 0.0  # a cancelled GET goes on writing for so long before it ends
 
-    async def get(self, key, *, range=None, into=None, if_none_match=None, arrived=None):  # noqa: A002
+    async def get(self, key, *, range=None, into=None, if_none_match=None, arrived=None):  # noqa: A002  a store's signature
         self.begun += 1
         number = self.begun
         delay = self.delays.pop(0) if self.delays else 0.01

@@ -69,7 +69,7 @@ async def test_a_shorter_object_fills_what_it_fills_and_a_longer_one_is_refused(
 
 async def test_ranges_of_two_versions_are_no_answer():
     class Changing(MemoryStore):
-        async def get(self, key, *, range=None, **how):  # noqa: A002
+        async def get(self, key, *, range=None, **how):  # noqa: A002  a store's signature
             if range is not None and range[0]:
                 await self.put(key, BODY[1 : SIZE + 1], OVERWRITE)
             return await super().get(key, range=range, **how)
