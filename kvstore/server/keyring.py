@@ -15,6 +15,7 @@ from kvstore.access import MAX_FILE, NOBODY, WHOLE, Access, Token, Tokens, beare
 from kvstore.clock import Clock
 from kvstore.config import AuthSettings
 from kvstore.errors import Invalid
+from kvstore.service.latest import Latest
 
 log = logging.getLogger(__name__)
 TENANT: Final = "default"  # of everybody, where there are no tokens
@@ -71,6 +72,7 @@ class Keyring:
 
     Attributes:
         tokens: As last read.
+        look: Has them be as the file is now.
         wrong: Why the file as it is now is not what is in force; "" where it is.
 
     Raises:
@@ -81,7 +83,7 @@ class Keyring:
         self._path, self._clock = Path(path).expanduser(), clock
         self._seen: _Seen | None = self._signature()
         self.tokens, self.wrong = self._read(), ""
-        self._looking: asyncio.Task[None] | None = None
+        self.look = Latest(self._look)
         self._under_way: dict[asyncio.Timeout, tuple[str, Token]] = {}
 
     async def admit(self, header: str) -> Access:
@@ -108,20 +110,9 @@ class Keyring:
     async def keep(self) -> None:
         """See `Door`."""
         while True:
-            await asyncio.wait([self._begin()], timeout=_LOOK_S)  # a file that does not answer keeps no token from expiring
+            await asyncio.wait([self.look.run()], timeout=_LOOK_S)  # a file that does not answer keeps no token from expiring
             self._end()
             await self._clock.sleep(_LOOK_S)
-
-    async def look(self) -> None:
-        """Be as the file is now."""
-        if self._looking is not None and not self._looking.done():
-            await asyncio.shield(self._looking)  # it may have begun before what the caller knows of
-        await asyncio.shield(self._begin())
-
-    def _begin(self) -> asyncio.Task[None]:
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        return self._looking
 
     def _end(self) -> None:
         """End what is under way for tokens that are valid no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 from cachetools import LRUCache
@@ -10,6 +11,7 @@ from cachetools import LRUCache
 from kvstore import api
 from kvstore.errors import Invalid, NotFound
 from kvstore.ids import Namespace, NamespaceId, namespace_id
+from kvstore.service.latest import Latest
 
 _CACHED = 10_000
 
@@ -41,6 +43,7 @@ class Registry:
     def __init__(self, store: NamespaceStore | None) -> None:
         self._store = store
         self._known: LRUCache[str, Namespace] = LRUCache(_CACHED)
+        self._listings: dict[str, Latest] = {}  # by tenant
 
     async def put(self, tenant: str, claimed: str, fields: Namespace) -> None:
         """Take a namespace in; it is written to the bucket once per node.
@@ -77,10 +80,13 @@ class Registry:
         """
         found = self.known(tenant, namespace_id(wanted))
         if found is None and self._store is not None:
-            for each in await self._store.namespaces(tenant):
-                self.learn(each)
+            await self._listings.setdefault(tenant, Latest(partial(self._list, self._store, tenant)))()
             found = self.known(tenant, wanted)
         return _there(found, wanted)
+
+    async def _list(self, store: NamespaceStore, tenant: str) -> None:
+        for each in await store.namespaces(tenant):
+            self.learn(each)
 
     async def held(self, tenant: str, wanted: str) -> Namespace:
         """The same where the tenant is known to have something in it: the id is no guess, and its object is read alone."""

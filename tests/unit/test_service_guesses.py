@@ -1,5 +1,7 @@
 """What a node does for a guessed namespace does not depend on whether another tenant has it: else its time would tell."""
 
+import asyncio
+
 import pytest
 from fakes.kv import links_of, namespace
 
@@ -9,6 +11,7 @@ from kvstore.errors import KVTierError
 from kvstore.ids import Shard
 from kvstore.node import Node
 from kvstore.objects import MemoryStore
+from kvstore.service.latest import Latest
 
 TENANTS = "[tenants.acme]\n[tenants.rival]\n"
 USED, STORED, NOBODYS, OWN = (namespace(tenant=tenant, model=tenant + model) for tenant, model in (
@@ -92,3 +95,36 @@ async def test_what_another_node_has_made_known_is_found():
         store.asked.clear()
         await ASKING["lookup"](second.service, OWN.id)
         assert not store.asked  # it is known from then on
+
+
+async def test_questions_at_once_share_a_listing_that_is_as_new_as_they_are():
+    begun, go_on, runs = [], asyncio.Event(), []
+
+    async def work():
+        begun.append(len(begun))
+        await go_on.wait()
+        runs.append(begun[-1])
+
+    latest = Latest(work)
+    first = asyncio.create_task(latest())
+    await asyncio.sleep(0)
+    later = [asyncio.create_task(latest()) for _ in range(50)]
+    await asyncio.sleep(0)
+    assert begun in ([], [0])
+    go_on.set()
+    await asyncio.gather(first, *later)
+    assert runs == [0, 1]
+
+
+async def test_a_listing_that_failed_is_no_answer_to_those_who_asked_later():
+    outcomes = iter([KVTierError("no"), None])
+
+    async def work():
+        await asyncio.sleep(0)
+        if (error := next(outcomes)) is not None:
+            raise error
+
+    latest = Latest(work)
+    first, second = asyncio.create_task(latest()), asyncio.create_task(latest())
+    found = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(each) for each in found] == [KVTierError, type(None)]
