@@ -137,31 +137,33 @@ async def test_what_has_not_landed_is_counted_until_it_has(movers):
     assert (landing.queued("a"), landing.queued("b")) == (0, 0)
 
 
-async def test_a_flood_of_puts_delays_another_tenant_s_by_a_visit_to_the_threads_and_not_by_all_of_it(movers):
+async def test_a_flood_of_puts_delays_another_tenant_s_by_a_visit_to_the_threads_and_not_by_all_of_it(movers, monkeypatch):
+    monkeypatch.setattr("kvstore.service.landing._BATCH", 8 << 10)
     landing, log, go = Landing(movers, 1 << 30), [], threading.Event()
     late, flood = 200, 64
     landing.take("flood", [Place(1, log)], [go.wait], lambda: None, soon=True)  # a thread has it
     for byte in range(flood):
-        take(landing, log, byte, nbytes=1 << 20, tenant="flood")
-    take(landing, log, late, nbytes=1 << 20, tenant="late")
+        take(landing, log, byte, nbytes=1 << 10, tenant="flood")
+    take(landing, log, late, nbytes=1 << 10, tenant="late")
     waiting = asyncio.create_task(landing.settled("late"))
     await asyncio.sleep(0)
     go.set()
     await waiting
     before = log[: log.index(("sealed", bytes([late])))]
-    assert sum(kind == "copied" for kind, _ in before) <= 1 + 3 * 8  # of 8 MiB a visit: the one with it, and one before and after
+    assert sum(kind == "copied" for kind, _ in before) <= 1 + 3 * 8  # eight a visit: the one with it, and one before and after
     assert sum(kind == "sealed" for kind, _ in before) <= 3
     await landing.aclose()
     assert len(log) == 2 * (flood + 1) + 1
 
 
-async def test_what_is_due_of_one_tenant_is_copied_though_another_has_its_turns(movers):
+async def test_what_is_due_of_one_tenant_is_copied_though_another_has_its_turns(movers, monkeypatch):
+    monkeypatch.setattr("kvstore.service.landing._BATCH", 8 << 10)
     landing, log, done = Landing(movers, 1 << 30), [], asyncio.Event()
     for byte in range(2):
-        take(landing, log, byte, nbytes=8 << 20, tenant="a")
+        take(landing, log, byte, nbytes=8 << 10, tenant="a")
     landing.take("a", [Place(1, log)], [lambda: None], done.set, soon=True)
     for byte in range(2, 5):
-        take(landing, log, byte, nbytes=8 << 20, tenant="b")
+        take(landing, log, byte, nbytes=8 << 10, tenant="b")
     landing._taken = float("inf")  # the burst does not end
     async with asyncio.timeout(60):
         await done.wait()
