@@ -186,7 +186,7 @@ async def test_without_a_bucket_a_node_names_the_namespaces_that_it_was_told():
     async with node(None, tenants=("ann", "bob")) as service:
         for tenant in ("ann", "bob"):
             found = await service.call(tenant, "list_namespaces", api.Nothing())
-            assert [(each.fields, each.blocks) for each in found.namespaces] == [(namespace(tenant=tenant), 0)]
+            assert [(each.fields, each.blocks) for each in found.namespaces] == [(namespace(tenant=tenant), -1)]
 
 
 async def test_b20_another_tenant_finds_nothing_and_learns_nothing():
