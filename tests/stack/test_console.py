@@ -410,7 +410,7 @@ def test_sessions_outlast_a_node_that_goes_away(browser, node):
         page.get_by_role("button", name="Refresh").click()
         sync_api.expect(said).to_contain_text("Not read: no answer. What is shown is of")
         sync_api.expect(rows.first).to_be_visible()
-        sync_api.expect(detail).to_contain_text("no answer")
+        sync_api.expect(detail).to_contain_text("Not read: no answer")
         sync_api.expect(detail.locator(".tree")).to_contain_text("v1")
         page.get_by_label("Ids that begin with").fill("chat-2041")
         sync_api.expect(said).to_have_text("no answer")
@@ -430,6 +430,10 @@ def test_relatives_that_were_not_loaded_are_missed_and_looked_for(page, node):
     detail = page.locator(".detail")
     sync_api.expect(detail).to_contain_text("Only what is in the list (1 session) was looked at")
     sync_api.expect(detail.locator(".tree")).not_to_contain_text("elsewhere/fork")
+    for size in (NARROW, WIDE):
+        page.set_viewport_size(size)
+        assert fits(page)
+        assert page.evaluate(CONTRAST) == []
     detail.get_by_role("button", name="Look through all sessions").click()
     sync_api.expect(detail.locator(".tree")).to_contain_text("elsewhere/fork")
     sync_api.expect(detail).not_to_contain_text("may be missing")

@@ -62,7 +62,7 @@ export class SessionPanel {
       await this.list.loaded;
       if (this.session && keyOf(this.session) === keyOf(wanted)) await this.family.show(found);
     } catch (problem) {
-      if (this.session === wanted || (this.session && keyOf(this.session) === keyOf(wanted))) this.#failed(problem, { gone: problem.status === 404 || problem.status === 410 });
+      if (this.session === wanted || (this.session && keyOf(this.session) === keyOf(wanted))) this.#failed(problem, { gone: problem.status === 404 || problem.status === 410, before: this.body.hidden ? "" : "Not read: " });
     }
   }
 
@@ -131,10 +131,10 @@ export class SessionPanel {
     }
   }
 
-  #failed(problem, { gone = false } = {}) {
+  #failed(problem, { gone = false, before = "" } = {}) {
     if (gone) this.body.hidden = true;
     this.list.missed(problem);
     const why = problem.status === 403 ? `This token may not do that: ${problem.message}` : problem.message;
-    text(this.said, [why, problem.remedy].filter(Boolean).join(" – "));
+    text(this.said, before + [why, problem.remedy].filter(Boolean).join(" – "));
   }
 }
