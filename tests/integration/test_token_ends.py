@@ -97,9 +97,10 @@ async def test_a_change_is_finished_though_its_token_ends(guarded):
     body = {"base_version": 0, "blocks": []}
     asking = asyncio.create_task(guarded.http.post(f"{guarded.url}/v1/sessions/s/commit", json=body).__aenter__())
     await begun.wait()
+    reading = asyncio.create_task(guarded.get(f"/v1/restores/{guarded.restore_id}?wait_ms=60000").__aenter__())
+    await until(lambda: guarded.service.calls[-1][1] == "get_restore")
     await guarded.expire()
-    async with guarded.get("/v1/stats") as refused:
-        assert refused.status == 401
+    assert (await reading).status == 401  # so what was to end has ended
     finish.set()
     assert (await asking).status == 200
 

@@ -85,24 +85,26 @@ async def test_a_token_that_was_revoked_is_noticed_without_anybody_asking(path):
 
 
 async def test_while_a_file_is_read_those_that_are_known_are_not_kept_waiting(path, monkeypatch):
-    ring, parse, go_on = Keyring(str(path), VirtualClock()), Tokens.parse, threading.Event()
+    ring, parse, go_on, waited = Keyring(str(path), VirtualClock()), Tokens.parse, threading.Event(), []
 
     def slowly(text, name):
-        go_on.wait()
+        waited.append(None)
+        waited[-1] = go_on.wait(10)  # set by the loop, which would have no turn to
         return parse(text, name)
 
     monkeypatch.setattr(Tokens, "parse", slowly)
     path.write_text(text_of(SECOND))
     waiting = asyncio.create_task(ring.admit(f"Bearer {SECOND[0]}"))
-    await asyncio.sleep(0)
+    await until(lambda: waited)
     assert await admitted(ring, FIRST)
-    path.write_text(text_of(FIRST, SECOND))  # after it was read, or before
+    path.write_text(text_of(FIRST, SECOND))
     both = asyncio.create_task(ring.look())
     await asyncio.sleep(0)
     go_on.set()
     assert (await waiting).token == SECOND[1]
     await both
     assert ring.tokens.known.keys() == {FIRST[1], SECOND[1]}
+    assert waited == [True, True]
 
 
 async def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(path):
