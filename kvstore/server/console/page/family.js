@@ -3,7 +3,7 @@
 import { get, ofSession } from "./api.js";
 import { h, text } from "./dom.js";
 import { count, name, sessions } from "./format.js";
-import { keyOf, linkOf } from "./sessions.js";
+import { keyOf, linkOf } from "./names.js";
 import { tree } from "./tree.js";
 import { when } from "./when.js";
 

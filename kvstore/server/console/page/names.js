@@ -1,4 +1,4 @@
-// Tiers and namespaces as people know them. Which model a namespace is of is asked for once, and again when one turns up that is not known.
+// Sessions, tiers and namespaces: what tells them apart, and as people know them. Which model a namespace is of is asked for once, and again when one turns up that is not known.
 
 import { get } from "./api.js";
 import { name, short } from "./format.js";
@@ -25,3 +25,9 @@ export const tierName = (tier) => TIERS[tier] ?? name(tier);
 
 /** A namespace as people know it. */
 export const namespace = (id) => (models.has(id) ? `${name(models.get(id))} (${short(id)})` : short(id));
+
+/** Tells a session from all others: ids may be equal between namespaces and lanes. */
+export const keyOf = (session) => JSON.stringify([session.id, session.namespace, session.lane]);
+
+/** Where the page shows a session. */
+export const linkOf = (session) => `#/sessions/${[session.id, session.namespace, session.lane].map(encodeURIComponent).join("/")}`;

@@ -4,9 +4,8 @@ import { get, ofSession, post, remove } from "./api.js";
 import { Facts, confirmed, h, text } from "./dom.js";
 import { Family } from "./family.js";
 import { bytes, count, duration, name } from "./format.js";
-import { learn, namespace } from "./names.js";
+import { keyOf, learn, namespace } from "./names.js";
 import { Restoring } from "./restoring.js";
-import { keyOf } from "./sessions.js";
 import { when } from "./when.js";
 
 export class SessionPanel {

@@ -4,12 +4,11 @@
 import { get } from "./api.js";
 import { Table, h, panel, text } from "./dom.js";
 import { bytes, count, name, sessions, short } from "./format.js";
+import { keyOf, linkOf } from "./names.js";
 import { SessionPanel } from "./session.js";
 import { when } from "./when.js";
 
 const PAGE = 50, TYPING_MS = 300;
-export const keyOf = (session) => JSON.stringify([session.id, session.namespace, session.lane]);
-export const linkOf = (session) => `#/sessions/${[session.id, session.namespace, session.lane].map(encodeURIComponent).join("/")}`;
 
 export class SessionsView {
   constructor(state) {
