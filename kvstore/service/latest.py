@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class Latest:
+class Latest(Generic[T]):
     """One run at a time: whoever asks while one is under way shares the next, since what they ask for may be newer than that.
 
     A run goes on when those who wait for it go away.
@@ -15,27 +18,27 @@ class Latest:
         work: Is run.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
-        self._running: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[T] | None = None
 
-    async def __call__(self) -> None:
-        """Wait for a run that begins from now on. Raises what it raised."""
+    async def __call__(self) -> T:
+        """The result of a run that begins from now on. Raises what it raised."""
         if self._running is not None and not self._running.done():
             await asyncio.wait([self._running])
-        await asyncio.shield(self.run())
+        return await asyncio.shield(self.run())
 
-    def run(self) -> asyncio.Task[None]:
+    def run(self) -> asyncio.Task[T]:
         """The run that is under way, or a new one."""
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._once())
             self._running.add_done_callback(_looked_at)
         return self._running
 
-    async def _once(self) -> None:
-        await self._work()
+    async def _once(self) -> T:
+        return await self._work()
 
 
-def _looked_at(task: asyncio.Task[None]) -> None:
+def _looked_at(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()  # those who asked may have gone

@@ -43,7 +43,7 @@ class Registry:
     def __init__(self, store: NamespaceStore | None) -> None:
         self._store = store
         self._known: LRUCache[str, Namespace] = LRUCache(_CACHED)
-        self._listings: dict[str, Latest] = {}  # by tenant
+        self._listings: dict[str, Latest[list[Namespace]]] = {}  # by tenant
 
     async def put(self, tenant: str, claimed: str, fields: Namespace) -> None:
         """Take a namespace in; it is written to the bucket once per node.
@@ -80,13 +80,11 @@ class Registry:
         """
         found = self.known(tenant, namespace_id(wanted))
         if found is None and self._store is not None:
-            await self._listings.setdefault(tenant, Latest(partial(self._list, self._store, tenant)))()
-            found = self.known(tenant, wanted)
+            listed = await self._listings.setdefault(tenant, Latest(partial(self._store.namespaces, tenant)))()
+            found = next((each for each in listed if each.id == wanted), None)
+            if found is not None:
+                self.learn(found)  # it alone: a tenant that has very many would push out what others use
         return _there(found, wanted)
-
-    async def _list(self, store: NamespaceStore, tenant: str) -> None:
-        for each in await store.namespaces(tenant):
-            self.learn(each)
 
     async def held(self, tenant: str, wanted: str) -> Namespace:
         """The same where the tenant is known to have something in it: the id is no guess, and its object is read alone."""

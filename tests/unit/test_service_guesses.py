@@ -97,6 +97,20 @@ async def test_what_another_node_has_made_known_is_found():
         assert not store.asked  # it is known from then on
 
 
+async def test_a_tenant_with_more_namespaces_than_are_kept_finds_each_and_pushes_out_nobodys(monkeypatch):
+    monkeypatch.setattr("kvstore.service.registry._CACHED", 3)
+    many = [namespace(tenant="rival", model=f"m{index}") for index in range(5)]
+    store = MemoryStore()
+    async with node(store) as first:
+        for each in many:
+            await put(first.service, each)
+    async with node(store) as second:
+        await put(second.service, USED)
+        for each in (many[0], many[-1]):
+            assert (await ASKING["lookup"](second.service, each.id)).run == 0
+        assert second.registry.known(USED.tenant, USED.id) is not None
+
+
 async def test_questions_at_once_share_a_listing_that_is_as_new_as_they_are():
     begun, go_on, runs = [], asyncio.Event(), []
 
