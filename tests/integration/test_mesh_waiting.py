@@ -80,7 +80,11 @@ async def test_a_herd_reads_each_block_from_the_bucket_once(count):
         nodes = [
             await life.enter_async_context(
                 mesh_node(
-                    f"n{index}", dram=64 << 20, bucket=bucket, settings=PATIENT, limits=PeeringLimits(from_one=1000, through_s=60)
+                    f"n{index}",
+                    dram=64 << 20,
+                    bucket=bucket,
+                    settings=PATIENT,
+                    limits=PeeringLimits(from_one=1000, tiers_s=60, through_s=60),
                 )
             )
             for index in range(count)
