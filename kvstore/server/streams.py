@@ -108,7 +108,7 @@ class Blocks:
                 request.transport.abort()  # it does not read, and must not hold the lease for ever
             raise ConnectionResetError("the client does not read") from None
 
-    @needs("write")
+    @needs("write", finishes=True)
     async def put(self, request: web.Request) -> web.Response:
         """Publish a block from its payload: the tensors in storage order. `Content-Digest: blake3=:...:` is checked if given."""
         asked = _asked(request)

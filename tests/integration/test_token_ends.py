@@ -105,6 +105,27 @@ async def test_a_change_is_finished_though_its_token_ends(guarded):
     assert (await asking).status == 200
 
 
+async def test_a_block_that_is_being_put_is_taken_though_its_token_ends(guarded):
+    link, finish, memory = links_of(NS, 2)[1], asyncio.Event(), guarded.service.plane.tiers["default"]
+    size, before = await guarded.service.plane.payload_bytes("default", NS.id, SHARD, 16), memory.used
+
+    async def payload():
+        yield bytes(size // 2)
+        await finish.wait()
+        yield bytes(size - size // 2)
+
+    path = BLOCK.replace(LINK.prefix_id, link.prefix_id)
+    putting = asyncio.create_task(guarded.http.put(URL(guarded.url + path, encoded=True), data=payload()).__aenter__())
+    await until(lambda: memory.used > before)  # there is room for it
+    reading = asyncio.create_task(guarded.get(f"/v1/restores/{guarded.restore_id}?wait_ms=60000").__aenter__())
+    await until(lambda: guarded.service.calls[-1][1] == "get_restore")
+    await guarded.expire()
+    assert (await reading).status == 401  # so what was to end has ended
+    finish.set()
+    answer = await putting
+    assert (answer.status, await answer.json()) == (200, {"taken": True})
+
+
 async def test_a_token_that_stays_valid_ends_nothing(guarded):
     other = new_token(RandomIds(), "default", SCOPES)
     async with guarded.get(f"/v1/restores/{guarded.restore_id}/events") as answer:
