@@ -37,7 +37,7 @@ class Raw:
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
         self.socket.connect(path)
         self.fds = []
 

@@ -121,7 +121,7 @@ async def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(path):
     assert "kvtier tokens create" in caught.value.remedy
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 async def test_a_pipe_in_the_files_place_is_not_waited_for(path):
     ring = Keyring(str(path), VirtualClock())
     path.unlink()
