@@ -82,7 +82,7 @@ class Keyring:
     def __init__(self, path: str, clock: Clock) -> None:
         self._path, self._clock = Path(path).expanduser(), clock
         self._seen: _Seen | None = self._signature()
-        self.tokens, self.wrong = self._read(), ""
+        self.tokens, self.wrong = self._tokens(self._read()), ""
         self.look = Latest(self._look)
         self._under_way: dict[asyncio.Timeout, tuple[str, Token]] = {}
 
@@ -123,17 +123,20 @@ class Keyring:
 
     async def _look(self) -> None:
         try:
-            seen, self._seen = self._seen, None  # a file that was gone is read when it is back, though it be the same
-            self._seen = await asyncio.to_thread(self._signature)
-            if self._seen == seen:  # also where it is no good: it is not tried again before it changes
+            seen, self._seen = self._seen, None  # what cannot be read is tried again, though it be the same then
+            now = await asyncio.to_thread(self._signature)
+            data = await asyncio.to_thread(self._read) if now != seen else None
+            self._seen = now  # also where it is no good: it is not tried again before it changes
+            if data is None:
                 return
-            self.tokens, self.wrong = await asyncio.to_thread(self._read), ""
+            self.tokens, self.wrong = await asyncio.to_thread(self._tokens, data), ""
             log.info("%s was read again: %d tokens", self._path, len(self.tokens.known))
             self._end()
-        except Invalid as error:
-            why = f"{error.message}; the tokens read before stay valid"
+        except Exception as error:  # noqa: BLE001  whatever it is, what is in force is not what the file says now
+            found = error if isinstance(error, Invalid) else Invalid(f"auth.tokens_file {self._path}: {type(error).__name__}")
+            why = f"{found.message}; the tokens read before stay valid"
             if why != self.wrong:  # said once, not for every request
-                log.warning("%s (%s)", why, error.remedy)
+                log.warning("%s (%s)", why, found.remedy)
             self.wrong = why
 
     def _signature(self) -> _Seen:
@@ -145,7 +148,7 @@ class Keyring:
             ) from None
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _read(self) -> Tokens:
+    def _read(self) -> bytes:
         name = f"auth.tokens_file {self._path}"
         try:
             with open(self._path, "rb", opener=_unblocked) as file:
@@ -154,9 +157,12 @@ class Keyring:
                     raise Invalid(f"{name} is no file")
                 if mode & stat.S_IWOTH:
                     raise Invalid(f"{name} may be written by anybody", remedy=f"chmod o-w {self._path}")
-                data = file.read(MAX_FILE + 1)
+                return file.read(MAX_FILE + 1)
         except OSError as error:
             raise Invalid(f"{name}: {error.strerror}") from None
+
+    def _tokens(self, data: bytes) -> Tokens:
+        name = f"auth.tokens_file {self._path}"
         if len(data) > MAX_FILE:
             raise Invalid(f"{name} is longer than {MAX_FILE} bytes")
         try:

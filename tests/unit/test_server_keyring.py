@@ -1,8 +1,10 @@
 """A node's or gateway's file of tokens: read again when it changes, never taken for less than it was by mistake."""
 
 import asyncio
+import errno
 import os
 import threading
+from unittest.mock import Mock
 
 import pytest
 from fakes.clock import HandClock
@@ -69,6 +71,28 @@ async def test_a_file_that_was_away_is_taken_up_when_it_is_back(path, tmp_path):
     (tmp_path / "aside").rename(path)  # the same file: nothing else says that it is back
     await ring.look()
     assert not ring.wrong
+
+
+async def test_what_could_not_be_read_is_read_when_it_can_be_though_the_file_is_the_same(path, monkeypatch):
+    ring = Keyring(str(path), VirtualClock())
+    for text, error, says in (
+        (text_of(SECOND), OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        (text_of(FIRST, SECOND), MemoryError(), "MemoryError"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr("kvstore.server.keyring._unblocked", Mock(side_effect=error))
+            path.write_text(text)
+            await ring.look()
+        assert says in ring.wrong
+        await ring.look()
+        assert (ring.tokens.known, ring.wrong) == (Tokens.parse(text).known, "")
+    path.write_text(text_of(SECOND))
+    path.chmod(0o666)
+    await ring.look()
+    assert "anybody" in ring.wrong
+    path.chmod(0o644)  # as it was told to
+    await ring.look()
+    assert (ring.tokens.known.keys(), ring.wrong) == ({SECOND[1]}, "")
 
 
 async def test_a_token_that_was_revoked_is_noticed_without_anybody_asking(path):
