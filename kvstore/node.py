@@ -45,7 +45,19 @@ from kvstore.service.registry import Registry
 from kvstore.service.room import refuse_more_disk_than_there_is
 from kvstore.service.stats import watch_tiers
 from kvstore.service.supervisor import Supervisor
-from tiering import DiskTier, DramTier, Lru, Movers, Origin, SealedOtherwise, SecondSight, Stack, StackSettings, TierError
+from tiering import (
+    SECOND_SIGHT_KEYS,
+    DiskTier,
+    DramTier,
+    Lru,
+    Movers,
+    Origin,
+    SealedOtherwise,
+    SecondSight,
+    Stack,
+    StackSettings,
+    TierError,
+)
 
 if TYPE_CHECKING:
     from kvstore.mesh.publishing import Publisher
@@ -245,8 +257,8 @@ async def _repository(
 @asynccontextmanager
 async def _disk(settings: Settings, movers: Movers) -> AsyncIterator[DiskTier]:
     path, size, key_file = _folder(settings.nvme.path), int(settings.nvme.size), settings.encryption.key_file
-    policy = SecondSight if settings.nvme.admission == "second" else Lru
     owners = [_number(name) for name in _served(settings)]
+    policy = partial(SecondSight, SECOND_SIGHT_KEYS // len(owners)) if settings.nvme.admission == "second" else Lru
     async with AsyncExitStack() as lifetime:
         try:
             await movers.run(refuse_more_disk_than_there_is, path, size)

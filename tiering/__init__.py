@@ -14,7 +14,7 @@ from tiering.dram import DramSlot, DramTier
 from tiering.fetching import Reach
 from tiering.flight import Flights
 from tiering.movers import Movers, settled
-from tiering.policy import Lru, Policy, SecondSight
+from tiering.policy import SECOND_SIGHT_KEYS, Lru, Policy, SecondSight
 from tiering.policy_reuse import Reuse
 from tiering.stack import Stack, StackSettings
 from tiering.stats import LATENCY_BOUNDS, Histogram, TierStats
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LATENCY_BOUNDS",
+    "SECOND_SIGHT_KEYS",
     "Budget",
     "DeviceLease",
     "DeviceTier",

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-_REMEMBERED: Final = 1 << 17  # keys turned away
+SECOND_SIGHT_KEYS: Final = 1 << 17  # keys turned away; about 20 MB
 
 
 class Policy(Protocol):
@@ -94,11 +94,15 @@ class Lru:
 class SecondSight(Lru):
     """Admits a value when it is offered for the second time: what was seen once is not worth the wear of writing it.
 
-    It remembers the last 131,072 keys that it turned away. What must be written is not asked about.
+    What must be written is not asked about.
+
+    Args:
+        remembered: How many of the keys that it turned away it knows again, the last ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int = SECOND_SIGHT_KEYS) -> None:
         super().__init__()
+        self._remembered = remembered
         self._turned_away: OrderedDict[bytes, None] = OrderedDict()
 
     def admit(self, key: bytes, size: int) -> bool:  # noqa: ARG002  the seam's signature; the count is of values
@@ -107,6 +111,6 @@ class SecondSight(Lru):
             del self._turned_away[key]
             return True
         self._turned_away[key] = None
-        if len(self._turned_away) > _REMEMBERED:
+        if len(self._turned_away) > self._remembered:
             self._turned_away.popitem(last=False)
         return False

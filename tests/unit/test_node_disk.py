@@ -18,6 +18,7 @@ from kvstore.ids import Shard
 from kvstore.node import Node
 from kvstore.objects import MemoryStore
 from kvstore.service.wants import block_wants
+from tiering import SECOND_SIGHT_KEYS
 
 NS = namespace()
 
@@ -114,3 +115,17 @@ async def test_a_flood_of_one_tenant_leaves_another_its_part_of_the_disk(tmp_pat
             there[tenant] = lambda keys=keys, disk=stack.disk: sum(disk.contains_many(keys))
         assert there["small"]() == 8
         assert 40 < there["flood"]() < 120
+
+
+async def test_what_a_node_remembers_of_blocks_it_did_not_write_does_not_grow_with_its_tenants(tmp_path):
+    flags = {
+        "dram.size": "8MiB",
+        "node.listen": "",
+        "nvme.path": str(tmp_path / "nvme"),
+        "nvme.size": "1MiB",
+        "nvme.admission": "second",
+    }
+    settings = msgspec.structs.replace(load(flags=flags).settings, tenants={name: Tenant() for name in "abcd"})
+    async with Node.open(settings, store=MemoryStore()) as opened:
+        owners = opened.tiers["a"].stack.disk._catalog._owners
+        assert sum(each.policy._remembered for each in owners._all) == SECOND_SIGHT_KEYS

@@ -1,6 +1,7 @@
 """A disk tier that several share: a flood of one takes what the others leave, and no more."""
 
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -82,9 +83,8 @@ async def test_who_has_a_tier_alone_has_all_that_is_found_there_and_the_oldest_g
         assert (here(tier)[:3], len(here(tier))) == ([2, 3, 4], ROOM)
 
 
-async def test_what_one_was_refused_does_not_make_the_policy_forget_another_s(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiering.policy._REMEMBERED", 4)
-    async with shared(tmp_path, SMALL, LARGE, policy=SecondSight) as tier:
+async def test_what_one_was_refused_does_not_make_the_policy_forget_another_s(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE, policy=partial(SecondSight, 4)) as tier:
         assert await put(tier, SMALL, [1]) == [False]
         assert await put(tier, LARGE, range(100, 110)) == [False] * 10
         assert await put(tier, SMALL, [1]) == [True]
