@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -32,13 +32,14 @@ class Latest(Generic[T]):
         """The run that is under way, or a new one."""
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._once())
-            self._running.add_done_callback(_looked_at)
+            self._running.add_done_callback(self._over)
         return self._running
 
     async def _once(self) -> T:
         return await self._work()
 
-
-def _looked_at(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # those who asked may have gone
+    def _over(self, task: asyncio.Task[T]) -> None:
+        if self._running is task:
+            self._running = None  # what it found is for those who asked, and may be large
+        if not task.cancelled():
+            task.exception()  # those who asked may have gone

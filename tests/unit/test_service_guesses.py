@@ -1,6 +1,8 @@
 """What a node does for a guessed namespace does not depend on whether another tenant has it: else its time would tell."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from fakes.kv import links_of, namespace
@@ -142,3 +144,17 @@ async def test_a_listing_that_failed_is_no_answer_to_those_who_asked_later():
     first, second = asyncio.create_task(latest()), asyncio.create_task(latest())
     found = await asyncio.gather(first, second, return_exceptions=True)
     assert [type(each) for each in found] == [KVTierError, type(None)]
+
+
+async def test_what_was_found_is_not_kept_when_those_who_asked_have_it():
+    class Found:
+        pass
+
+    async def work():
+        return Found()
+
+    latest = Latest(work)
+    kept = weakref.ref(await latest())
+    await asyncio.sleep(0)
+    gc.collect()
+    assert kept() is None
