@@ -29,8 +29,12 @@ def told(error: BaseException) -> str:
             return "closed the connection in the middle of an answer"
         case aiohttp.ClientResponseError():
             return "what it answers is not HTTP"
-        case OSError(errno=int(number)) if number > 0:  # its own text may be the library's, with the address in it
+        case OSError(errno=int(number)) if number > 0:
             return os.strerror(number).lower()
+        case aiohttp.ClientConnectorError():  # each of a host's addresses was refused in another way
+            return "cannot be reached"
+        case aiohttp.ClientError() | OSError():  # their own texts name the address, which is not for clients
+            return type(error).__name__
     return f"{type(error).__name__}: {error}"
 
 

@@ -4,9 +4,13 @@ import socket
 
 import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from kvstore.errors import Unavailable
 from kvstore.gateway.failing import has_died, told
+
+SEVERAL = "Multiple exceptions: [Errno 111] Connect call failed ('10.1.2.3', 8000), [Errno 101] ..."  # asyncio's, without a number
+KEY = ConnectionKey("engine-a.internal", 8000, False, True, None, None, None)
 
 
 async def failure(url):
@@ -34,6 +38,10 @@ async def test_who_is_not_there_refused_and_did_not_die():
         (TimeoutError(), "no answer in time", False),
         (aiohttp.ClientResponseError(None, (), status=400, message="bad"), "what it answers is not HTTP", False),
         (Unavailable("the node is away"), "the node is away", False),
+        (aiohttp.ClientConnectorError(KEY, OSError(SEVERAL)), "cannot be reached", False),
+        (OSError(SEVERAL), "OSError", False),
+        (aiohttp.ClientOSError(SEVERAL), "ClientOSError", True),
+        (aiohttp.InvalidURL("http://10.1.2.3:x"), "InvalidURL", False),
         (KeyError("content"), "KeyError: 'content'", False),
     ],
 )
