@@ -44,7 +44,9 @@ _ID: Final = re.compile(r"[0-9a-f]{16}")
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NO_HASH: Final = "sha256:" + "0" * 64  # what an unknown token is compared with, so that its id cannot be told from its time
 _HOW: Final = "set KVTIER_TOKEN or KVTIER_TOKEN_FILE, or token_file= in the node's URL; `kvtier tokens create` makes a token"
-WHOLE: Final = "mend the file, or put a whole one in its place by renaming; `kvtier tokens create` begins a new one"
+WHOLE: Final = (
+    "mend the file, or put a whole one in its place by renaming; a new one (`kvtier tokens create`) revokes the tokens of the old"
+)
 """What to do about a file that is not one of tokens."""
 _HEAD: Final = "# Access tokens of kvtier, hashed. Written by `kvtier tokens`; a node reads it again when it changes.\n"
 

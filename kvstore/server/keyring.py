@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,7 +20,9 @@ from kvstore.service.latest import Latest
 log = logging.getLogger(__name__)
 TENANT: Final = "default"  # of everybody, where there are no tokens
 _LOOK_S: Final = 1.0  # between two looks at the file, for tokens that it had
-_Seen = tuple[int, int, int]
+_PATIENCE_S: Final = 5.0  # with a file that does not answer; reading one of thousands of tokens takes a slow machine a few seconds
+_BACK: Final = "put the file back: a new one revokes every token that is not in it"
+_Seen = tuple[int, int, int, int]
 
 
 class Door(Protocol):
@@ -81,8 +83,10 @@ class Keyring:
 
     def __init__(self, path: str, clock: Clock) -> None:
         self._path, self._clock = Path(path).expanduser(), clock
+        self._lost = f"{_BACK}; where there was none: kvtier tokens create --file {self._path}"
         self._seen: _Seen | None = self._signature()
         self.tokens, self.wrong = self._tokens(self._read()), ""
+        self._lost = _BACK
         self.look = Latest(self._look)
         self._under_way: dict[asyncio.Timeout, tuple[str, Token]] = {}
 
@@ -93,7 +97,9 @@ class Keyring:
             return NOBODY
         token_id = id_of(text)
         if token_id and token_id not in self.tokens.known:  # one that was just made works at once
-            await self.look()
+            with suppress(TimeoutError):  # then what was read before says whose it is
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self.look()
         return self.tokens.of(text, self._clock.now())
 
     @contextmanager
@@ -143,10 +149,8 @@ class Keyring:
         try:
             found = self._path.stat()
         except OSError as error:
-            raise Invalid(
-                f"auth.tokens_file {self._path}: {error.strerror}", remedy=f"make one: kvtier tokens create --file {self._path}"
-            ) from None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+            raise Invalid(f"auth.tokens_file {self._path}: {error.strerror}", remedy=self._lost) from None
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns  # the last: its mode, and a time that was put back
 
     def _read(self) -> bytes:
         name = f"auth.tokens_file {self._path}"

@@ -55,6 +55,8 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(pat
         assert await admitted(ring, SECOND)
     assert len(caplog.records) == 4  # one for each thing that was wrong with it
     assert "stay valid" in ring.wrong
+    assert "put the file back" in caplog.records[-1].getMessage()
+    assert "kvtier tokens create" not in caplog.records[-1].getMessage()  # which would revoke all others
     path.write_text(Tokens({}).text())  # none, and it says so: the last one was revoked
     await ring.look()
     with pytest.raises(Denied):
@@ -93,6 +95,38 @@ async def test_what_could_not_be_read_is_read_when_it_can_be_though_the_file_is_
     path.chmod(0o644)  # as it was told to
     await ring.look()
     assert (ring.tokens.known.keys(), ring.wrong) == ({SECOND[1]}, "")
+
+
+async def test_a_mode_that_is_changed_and_a_time_that_is_put_back_are_noticed(path):
+    ring, before = Keyring(str(path), VirtualClock()), path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a file system's clock has ticks
+        path.chmod(0o666)
+    await ring.look()
+    assert "anybody" in ring.wrong
+    path.chmod(0o644)
+    await ring.look()
+    assert not ring.wrong
+    seen = path.stat()
+    path.write_text(text_of(SECOND))
+    while path.stat().st_ctime_ns == seen.st_ctime_ns:
+        os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (seen.st_size, seen.st_mtime_ns)
+    await ring.look()
+    assert ring.tokens.known.keys() == {SECOND[1]}
+
+
+async def test_a_file_system_that_hangs_keeps_nobody_waiting_for_ever(path, monkeypatch):
+    ring, go_on = Keyring(str(path), VirtualClock()), threading.Event()
+    monkeypatch.setattr(ring, "_signature", lambda: go_on.wait(300))
+    monkeypatch.setattr("kvstore.server.keyring._PATIENCE_S", 0.01)
+    try:
+        for _ in range(2):  # the second finds the look of the first under way
+            with pytest.raises(Denied, match="not known"):
+                await asyncio.wait_for(ring.admit(f"Bearer {SECOND[0]}"), 20)
+        assert await admitted(ring, FIRST)
+    finally:
+        go_on.set()
 
 
 async def test_a_token_that_was_revoked_is_noticed_without_anybody_asking(path):
@@ -143,6 +177,7 @@ async def test_a_file_that_cannot_be_trusted_is_refused_at_the_start(path):
     with pytest.raises(Invalid) as caught:
         Keyring(str(path), VirtualClock())
     assert "kvtier tokens create" in caught.value.remedy
+    assert "put the file back" in caught.value.remedy  # whether there was one is not known here
 
 
 @pytest.mark.timeout(60)
