@@ -150,17 +150,19 @@ class Catalog:
             return self._owners.of(who).policy.admit(want.key, want.size)
 
     def reserve(self, want: Want, who: int) -> bool:
-        """Set payload bytes aside, evicting where needed; False where pinned values, or owners who have less, leave no room."""
+        """Set payload bytes aside, evicting where needed; False where pinned values, or owners who have less, leave no room.
+
+        Then nothing goes.
+        """
         with self._lock:
             if want.size > self.budget.limit - self._pinned - self.budget.reserved:
                 return False
             owner = self._owners.of(who)
             owner.held += want.size  # before anything goes: at equal parts it is who asks for more that gives way
-            while not self.budget.reserve(want.size):
-                if not self._evict_one(owner):
-                    owner.held -= want.size
-                    return False
-            return True
+            if not self._make_room(want.size, owner):
+                owner.held -= want.size
+                return False
+            return self.budget.reserve(want.size)
 
     def place(self, nbytes: int) -> int | None:
         """Take room in the slab for reserved payload. None: not now, though it may come when the index has caught up.
@@ -265,13 +267,34 @@ class Catalog:
             self._pinned -= entry.placed.size
             entry.owner.policy.add(entry.placed.key)
 
+    def _make_room(self, nbytes: int, asking: Owner) -> bool:
+        """Evict until so many bytes can be reserved. Where all that may go is not enough, everything stays, in its order."""
+        going: list[Entry] = []
+        missing = nbytes - self.budget.room
+        while missing > 0 and (key := self._owners.victim(asking)) is not None:
+            going.append(entry := self._entries[key])
+            entry.owner.held -= entry.placed.size  # it decides whose goes next
+            missing -= entry.placed.size
+        for entry in reversed(going):
+            entry.owner.held += entry.placed.size
+            if missing > 0:
+                entry.owner.policy.first(entry.placed.key)
+        if missing > 0:
+            return False
+        for entry in going:
+            self._evict(entry)
+        return True
+
     def _evict_one(self, asking: Owner | None = None) -> bool:
         key = self._owners.victim(asking)
         if key is None:
             return False
-        self._forget(self._entries[key])
-        self._stats.evictions += 1
+        self._evict(self._entries[key])
         return True
+
+    def _evict(self, entry: Entry) -> None:
+        self._forget(entry)
+        self._stats.evictions += 1
 
     def _forget(self, entry: Entry) -> None:
         placed = entry.placed

@@ -137,7 +137,7 @@ class DiskTier:
             OSError: The folder cannot be used.
         """
         with contextlib.ExitStack() as closing:
-            files = await movers.run(_open_files, closing, path, limit, seals)
+            files = await movers.run(_open_files, closing, path, limit, seals, owners)
             tier = cls(name, limit, movers, files, Owners(owners, policy))
             for lanes in (tier._lanes, tier._storing.lanes):
                 closing.enter_context(lanes.running())
@@ -348,7 +348,7 @@ class DiskTier:
             self._idle.set()
 
 
-def _open_files(closing: contextlib.ExitStack, path: Path, limit: int, seals: Seals | None) -> _Files:
+def _open_files(closing: contextlib.ExitStack, path: Path, limit: int, seals: Seals | None, owners: Sequence[int]) -> _Files:
     """Open everything a tier needs, and leave it to `closing`. Blocking."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -365,7 +365,7 @@ def _open_files(closing: contextlib.ExitStack, path: Path, limit: int, seals: Se
     closing.callback(index.close)
     meta = dict(index.load(META))
     records = dict(index.load(JOURNAL))
-    placed, lost = recover(index, slab, limit)
+    placed, lost = recover(index, slab, limit, owners)
     if lost:
         _log.warning("%s: %d values did not survive the last stop", path, lost)
     return _Files(slab, index, placed, records, was_prewritten(meta, slab.size))

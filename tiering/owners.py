@@ -45,12 +45,16 @@ class Owners:
     def victim(self, asking: Owner | None) -> bytes | None:
         """Take out the value that should go first for one that asks, or for nobody in particular; None where nothing may go."""
         key = self._gone.policy.victim()
-        if key is None and len(self._all) > 1:
-            self._all.sort(key=_held, reverse=True)
-            for owner in self._all:
-                key = owner.policy.victim()
-                if key is not None or owner is asking:
-                    break
+        if key is not None or len(self._all) < 2:
+            return key
+        most = max(self._all, key=_held)
+        key = most.policy.victim()
+        if key is not None or most is asking:
+            return key
+        for owner in sorted(self._all, key=_held, reverse=True):
+            key = owner.policy.victim()
+            if key is not None or owner is asking:
+                break
         return key
 
 

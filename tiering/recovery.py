@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tiering.extents import PAGE
 from tiering.index import META, SLOTS, Change, Index
+from tiering.owners import Owners
+from tiering.policy import Lru
 from tiering.sealer import SALT
 from tiering.slab import Placed, Slab
 
@@ -26,7 +28,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def recover(index: Index, slab: Slab, limit: int) -> tuple[list[Placed], int]:
+def recover(index: Index, slab: Slab, limit: int, owners: Sequence[int]) -> tuple[list[Placed], int]:
     """Read the index, believe what can be believed, and mark the tier as running. Blocking.
 
     After a clean stop, or when only the process died, the index is right: a slot is overwritten only after its old entry is
@@ -36,7 +38,8 @@ def recover(index: Index, slab: Slab, limit: int) -> tuple[list[Placed], int]:
     Args:
         index: Just opened.
         slab: Of its final size.
-        limit: Payload bytes; where it was lowered, the oldest values are dropped.
+        limit: Payload bytes; where it was lowered, those values are dropped that would be evicted, by age.
+        owners: Who shares the tier.
 
     Returns:
         What is there, oldest first; and how many entries were dropped (they are out of the index).
@@ -52,12 +55,7 @@ def recover(index: Index, slab: Slab, limit: int) -> tuple[list[Placed], int]:
     if meta.get(_RUNNING, now) != now:
         placed = [claim for claim in placed if slab.has_header(claim)]
     placed.sort(key=lambda claim: claim.seq)
-    used = sum(claim.size for claim in placed)
-    excess = 0
-    while used > limit:
-        used -= placed[excess].size
-        excess += 1
-    placed = placed[excess:]
+    placed = _fitting(placed, limit, Owners(owners, Lru))
     kept = {claim.name for claim in placed}
     lost = [Change(SLOTS, name, None) for name, _ in listed if name not in kept]
     index.submit([*lost, Change(META, _RUNNING, now)]).result()
@@ -78,6 +76,23 @@ def without_overlap(claims: Iterable[Placed]) -> list[Placed]:
         if not standing or standing[-1].offset + standing[-1].length <= claim.offset:
             standing.append(claim)
     return standing
+
+
+def _fitting(placed: list[Placed], limit: int, owners: Owners) -> list[Placed]:
+    """What is left, in its order, when all that is too much has gone as if it were evicted."""
+    used = sum(one.size for one in placed)
+    if used <= limit:
+        return placed
+    left = {one.name: one for one in placed}
+    for one in placed:
+        owner = owners.of(one.who)
+        owner.held += one.size
+        owner.policy.add(one.name)
+    while used > limit and (name := owners.victim(None)) is not None:
+        gone = left.pop(name)
+        owners.of(gone.who).held -= gone.size
+        used -= gone.size
+    return list(left.values())
 
 
 def _parse(name: bytes, value: bytes) -> Placed | None:

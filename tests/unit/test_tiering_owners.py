@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 
-from tiering import DiskTier, Movers, SecondSight
+from kvstore.sealing import DiskSeals, MasterKey, MasterKeys
+from tiering import DiskTier, Lru, Movers, SecondSight
+from tiering.owners import Owners
 from tiering.testing import key_of, value_of, want_of
 
 SIZE, ROOM = 10_000, 10
@@ -13,14 +15,19 @@ SMALL, LARGE, GONE = 7, 8, 9  # owners
 
 
 @asynccontextmanager
-async def shared(folder, *owners, **options):
-    async with Movers.open() as movers, DiskTier.open(folder, ROOM * SIZE, movers, owners=owners, **options) as tier:
+async def shared(folder, *owners, room=ROOM, **options):
+    async with Movers.open() as movers, DiskTier.open(folder, room * SIZE, movers, owners=owners, **options) as tier:
         yield tier
 
 
 async def put(tier, who, numbers):
     """At once: none of them may go before all are there."""
     return await tier.put_many([(want_of(n, SIZE), memoryview(value_of(n, SIZE))) for n in numbers], who=who)
+
+
+async def one_by_one(tier, who, numbers):
+    for n in numbers:
+        assert await put(tier, who, [n]) == [True]
 
 
 def here(tier):
@@ -88,3 +95,48 @@ async def test_what_one_was_refused_does_not_make_the_policy_forget_another_s(tm
         assert await put(tier, SMALL, [1]) == [False]
         assert await put(tier, LARGE, range(100, 110)) == [False] * 10
         assert await put(tier, SMALL, [1]) == [True]
+
+
+async def test_what_cannot_come_in_though_all_that_may_go_went_pushes_out_nothing(tmp_path):
+    async with shared(tmp_path, SMALL, LARGE) as tier:
+        await put(tier, SMALL, range(5))
+        await one_by_one(tier, LARGE, range(100, 105))
+        tier.hold([key_of(n) for n in (102, 103, 104)])
+        large = (want_of(200, 4 * SIZE), memoryview(value_of(200, 4 * SIZE)))
+        assert await tier.put_many([large], who=LARGE) == [False]  # two of its own may go; the other has less than it would
+        assert (here(tier), tier.used) == ([*range(5), *range(100, 105)], ROOM * SIZE)
+        await put(tier, LARGE, [105])
+        assert 100 not in here(tier)  # the oldest is the next to go, as before
+        assert 101 in here(tier)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_disk_that_shrank_keeps_what_evictions_would_have_left(tmp_path, sealed):
+    seals = DiskSeals(MasterKeys([MasterKey("k", b"k" * 32)])) if sealed else None
+    async with shared(tmp_path, SMALL, LARGE, GONE, seals=seals) as tier:
+        await put(tier, SMALL, [1, 2])
+        await one_by_one(tier, LARGE, range(100, 106))
+        await put(tier, GONE, [200, 201])
+    async with shared(tmp_path, SMALL, LARGE, room=5, seals=seals) as tier:
+        assert here(tier) == [1, 2, 103, 104, 105]
+
+
+def test_who_has_most_is_found_without_putting_all_in_order():
+    compared = []
+
+    class Held(int):
+        def __lt__(self, other):
+            compared.append(other)
+            return int(self) < int(other)
+
+        def __gt__(self, other):
+            compared.append(other)
+            return int(self) > int(other)
+
+    numbers = range(64)
+    owners = Owners(numbers, Lru)
+    for number in numbers:
+        owners.of(number).held = Held(number * 37 % 64)  # each another, in no order
+        owners.of(number).policy.add(bytes([number * 37 % 64]))
+    assert owners.victim(None) == bytes([63])
+    assert len(compared) < 2 * 64
