@@ -67,8 +67,8 @@ class Landing:
         self._copied: Lines[tuple[_Load, Room]] = Lines()
         self._unsealed = 0
         self._reading = 0  # batches that are being copied
-        self._pending: dict[_Load, int] = {}  # blocks of each that are not visible yet
-        self._of: Counter[str] = Counter()  # how many of those are a tenant's
+        self._pending: dict[str, dict[_Load, int]] = {}  # by tenant: blocks of each load that are not visible yet
+        self._queued: Counter[str] = Counter()  # bytes of those loads
         self._working: set[asyncio.Task[None]] = set()
         self._taken = 0.0  # when a load came last
         self._resting: asyncio.TimerHandle | None = None
@@ -99,8 +99,8 @@ class Landing:
         """
         load = _Load(tenant, rooms, copies, copied)
         self._loads.put(tenant, load, cost=load.nbytes)
-        self._pending[load] = len(rooms)
-        self._of[tenant] += 1
+        self._pending.setdefault(tenant, {})[load] = len(rooms)
+        self._queued[tenant] += load.nbytes
         self._taken = time.monotonic()
         if soon:
             self._due[tenant] = load
@@ -108,19 +108,19 @@ class Landing:
 
     def pending(self, tenant: str) -> bool:
         """Whether blocks of a tenant are on their way."""
-        return any(load.tenant == tenant for load in self._pending)
+        return tenant in self._pending
 
     def queued(self, tenant: str) -> int:
         """Bytes of a tenant that are not visible yet."""
-        return sum(load.nbytes for load in self._pending if load.tenant == tenant)
+        return self._queued[tenant]
 
     async def settled(self, tenant: str, seconds: float | None = None) -> None:
         """Wait until what a tenant has published by now is visible, or that long."""
-        await self._wait([load.landed for load in self._pending if load.tenant == tenant], seconds)
+        await self._wait([load.landed for load in self._pending.get(tenant, ())], seconds)
 
     async def aclose(self) -> None:
         """Land what was taken."""
-        await self._wait([load.landed for load in self._pending], None)
+        await self._wait([load.landed for loads in self._pending.values() for load in loads], None)
         while self._working:
             await asyncio.wait(self._working)
 
@@ -150,7 +150,7 @@ class Landing:
         copied = False
         while True:
             copies = self._loads and self._unsealed < self._limit and (self._due or self._calm())
-            if copies and not (copied and self._copied and len(self._of) > 1):
+            if copies and not (copied and self._copied and len(self._pending) > 1):
                 await self._copy()
                 copied = True  # where tenants meet, a digest is next: whose blocks are copied waits for no more of others' copies
             elif self._copied and (copies or self._calm()):
@@ -182,24 +182,30 @@ class Landing:
         self._unsealed += sum(load.nbytes for load in batch)
         self._reading += 1
         try:
-            if len(batch) == 1:  # large: its writer is about to wait for it, and leaves a core meanwhile
-                async with asyncio.TaskGroup() as parts:  # it ends when all of them have, as `run` does
-                    for copy in batch[0].copies:
-                        parts.create_task(self._movers.run(copy))
-            else:
-                await self._movers.run(_copy_all, batch)
-        except Exception:
-            log.exception("published blocks could not be copied")
-            for load in batch:
+            failed = await self._failed(batch)
+            for load in failed:
                 self._drop(load)
-            return
         finally:
             self._reading -= 1
             for load in batch:
                 load.copied()
         for load in batch:
-            for room in load.rooms:
-                self._copied.put(load.tenant, (load, room), cost=room.payload.nbytes)
+            if load not in failed:
+                for room in load.rooms:
+                    self._copied.put(load.tenant, (load, room), cost=room.payload.nbytes)
+
+    async def _failed(self, batch: Sequence[_Load]) -> set[_Load]:
+        """Copy these; those that could not be."""
+        try:
+            if len(batch) > 1:
+                return await self._movers.run(_copy_each, batch)
+            async with asyncio.TaskGroup() as parts:  # large: its writer is about to wait for it, and leaves a core meanwhile
+                for copy in batch[0].copies:
+                    parts.create_task(self._movers.run(copy))  # the group ends when all of them have, as `run` does
+        except Exception:
+            log.exception("published blocks could not be copied")
+            return set(batch)
+        return set()
 
     async def _seal(self, load: _Load, room: Room) -> None:
         nbytes = room.payload.nbytes
@@ -218,16 +224,24 @@ class Landing:
         self._done(load, len(load.rooms))
 
     def _done(self, load: _Load, blocks: int) -> None:
-        self._pending[load] -= blocks
-        if not self._pending[load]:
-            del self._pending[load]
-            self._of[load.tenant] -= 1
-            if not self._of[load.tenant]:
-                del self._of[load.tenant]
+        loads = self._pending[load.tenant]
+        loads[load] -= blocks
+        if not loads[load]:
+            del loads[load]
+            self._queued[load.tenant] -= load.nbytes
+            if not loads:
+                del self._pending[load.tenant], self._queued[load.tenant]
             load.landed.set_result(None)
 
 
-def _copy_all(batch: Sequence[_Load]) -> None:
+def _copy_each(batch: Sequence[_Load]) -> set[_Load]:
+    """Copy loads one after the other, whatever becomes of one of them: others in the batch are not its writer's."""
+    failed: set[_Load] = set()
     for load in batch:
-        for copy in load.copies:
-            copy()
+        try:
+            for copy in load.copies:
+                copy()
+        except Exception:
+            log.exception("published blocks could not be copied")
+            failed.add(load)
+    return failed

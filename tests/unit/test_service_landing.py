@@ -170,3 +170,36 @@ async def test_what_is_due_of_one_tenant_is_copied_though_another_has_its_turns(
     assert not landing._due
     landing._taken = 0.0
     await landing.aclose()
+
+
+async def test_of_a_batch_only_those_are_dropped_that_could_not_be_copied(movers, caplog):
+    landing, log = Landing(movers, 1 << 20), []
+    take(landing, log, 1, tenant="a")
+    take(landing, log, 2, tenant="b", broken=True)
+    take(landing, log, 3, tenant="a")
+    await landing.aclose()
+    assert sorted(log) == [("aborted", b""), *[("copied", bytes([n])) for n in (1, 2, 3)], ("sealed", b"\1"), ("sealed", b"\3")]
+    assert caplog.text.count("could not be copied") == 1
+    assert (landing.queued("a"), landing.pending("b"), landing._unsealed) == (0, False, 0)
+
+
+async def test_what_others_have_on_their_way_is_not_looked_at_for_who_has_nothing(movers):
+    landing = Landing(movers, 1 << 20)
+    looked = []
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            looked.append(other)
+            return str.__eq__(self, other)
+
+    for byte in range(50):
+        take(landing, [], byte, tenant=Name("flood"))
+    looked.clear()
+    assert not landing.pending("b")
+    assert landing.queued("b") == 0
+    await landing.settled("b")
+    assert len(looked) < 50
+    await landing.aclose()
