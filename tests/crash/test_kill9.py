@@ -160,7 +160,7 @@ def read_back(kv, name, blocks):
 
 @pytest.mark.slow
 @pytest.mark.seaweed
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_twenty_kills_lose_nothing_that_was_acknowledged(bench):
     pick = SeededIds(2)
     for number in range(ROUNDS):

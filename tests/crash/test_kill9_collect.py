@@ -78,7 +78,7 @@ async def read(repo, shelf, session, tokens):
 
 @pytest.mark.slow
 @pytest.mark.seaweed
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_i1_i6_i12_a_collection_killed_at_any_moment_takes_nothing_alive_and_the_next_one_ends_it(seaweed, s3_store, root):
     async with s3_store() as store:
         roots = [f"{root}-{number}" for number in range(len(MOMENTS))]
