@@ -31,6 +31,12 @@ _SKEW_FAIL_S: Final = 300.0  # stores refuse signatures from 900 s on
 
 async def examine(settings: Settings) -> AsyncIterator[Finding]:
     """Everything that can be known about the bucket. Stops at the first thing that makes the next ones pointless."""
+    readable = True
+    try:
+        sealing_of(settings.encryption, _here, 0)
+    except KVTierError as error:  # told even where the store cannot be asked
+        readable = False
+        yield _failed("encryption", error)
     if not settings.store.url:
         yield Finding(
             name="store",
@@ -60,7 +66,7 @@ async def examine(settings: Settings) -> AsyncIterator[Finding]:
         async for finding in _store(store, Keys(url.path), where):
             sound = sound and finding.status != "fail"
             yield finding
-        if sound:
+        if sound and readable:
             yield await _encryption(store, Keys(url.path), settings)
     if sound:
         yield await _versioning(where, credentials)

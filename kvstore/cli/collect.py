@@ -50,6 +50,8 @@ def collect(
         loaded = read(config, settings, {"store.url": store})
         done = asyncio.run(_directly(loaded.settings, folder_of_up(data, config), request, form))
     else:
+        if form is Format.table:
+            typer.echo("the node's collection gives way to everything else; on a busy machine it may take a minute", err=True)
         with open_sync(url) as kv:
             done = kv.collect(dry_run=dry_run, now=now, reap=reap, purge_versions=purge)
         for doomed in done.examples if form is Format.table else ():

@@ -12,7 +12,7 @@ import typer
 
 from kvstore.cli import output
 from kvstore.cli.output import Format, FormatOption
-from kvstore.config import Bytes, Loaded, Seconds, load, masked
+from kvstore.config import Bytes, Loaded, Seconds, Tenant, load, masked
 from kvstore.errors import Invalid, NotFound
 
 PLACES: Final = ("kvtier.toml", "/etc/kvtier/kvtier.toml")  # the first that exists
@@ -50,7 +50,13 @@ def show(config: ConfigOption = None, settings: SetOption = None, form: FormatOp
         [[name, _readable(loaded, name, value), origin] for name, (value, origin) in masked(loaded).items()],
     )
     for name, tenant in loaded.settings.tenants.items():
-        typer.echo(f"tenant {name}: local users {', '.join(map(str, tenant.uids)) or 'any'}")
+        users = ", ".join(map(str, tenant.uids)) or "the node's own"
+        typer.echo(f"tenant {name}: local users {users}; {_quotas(tenant)}")
+
+
+def _quotas(tenant: Tenant) -> str:
+    limits = {"max_bytes": tenant.max_bytes, "max_sessions": tenant.max_sessions, "requests": tenant.requests}
+    return ", ".join(f"{name} {value}" for name, value in limits.items() if value) or "no quotas"
 
 
 def _readable(loaded: Loaded, name: str, value: str) -> str:

@@ -136,9 +136,11 @@ def rm(
     )
 
 
-def _ring(repo: Repo) -> TenantKeyring:
+def _ring(repo: Repo, settings: Settings, folder: Path | None) -> TenantKeyring:
     if repo.root.tenants is None:
-        raise Unsupported("this root is not encrypted: it holds no keys", kind="not_encrypted", remedy="name an encrypted one")
+        where = settings.store.url or f"the store of `kvtier up` in {folder}"
+        remedy = "name an encrypted one with --store, --config or --data"
+        raise Unsupported(f"{where} is not encrypted: it holds no keys", kind="not_encrypted", remedy=remedy)
     return repo.root.tenants
 
 
@@ -151,13 +153,13 @@ async def _listed(settings: Settings, folder: Path | None) -> list[Shown]:
                 masters=sorted({key.wrapped.master for key in value.keys}),
                 deleted=value.destroyed,
             )
-            for tenant, value in await _ring(repo).all()
+            for tenant, value in await _ring(repo, settings, folder).all()
         ]
 
 
 async def _rotated(settings: Settings, folder: Path | None, tenant: str) -> Rotated:
     async with repository(settings, folder) as repo:
-        root, ring = repo.root, _ring(repo)
+        root, ring = repo.root, _ring(repo, settings, folder)
         if tenant:
             if not await ring.rotate(escape(check_id(tenant, "tenant"))):
                 raise NotFound(f"tenant {tenant!r} has no key yet")

@@ -48,7 +48,7 @@ def stats(*, url: UrlOption = DEFAULT_URL, form: FormatOption = Format.table) ->
         [
             [
                 name,
-                output.size(tier.used),
+                output.size(tier.used) if tier.limit else "-",  # nobody counts what the bucket holds; see "live in the bucket"
                 output.size(tier.limit) if tier.limit else "",
                 tier.hits,
                 tier.misses,

@@ -73,7 +73,7 @@ def _announce(ready: Ready, folder: Path, doctor: str, form: Format) -> None:
     if ready.http != DEFAULT_URL:
         typer.echo(f"  export KVTIER_URL={shlex.quote(ready.http or ready.url)}")
     if "tls=true" in ready.http:
-        typer.echo("  # the host has to be one that tls.cert names; with an authority of your own append &ca_bundle=FILE inside the quotes")
+        typer.echo("  # a host that tls.cert names; with an authority of your own: '...?tls=true&ca_bundle=FILE'")
     for line in ("kvtier sessions ls", doctor, "kvtier stats"):
         typer.echo(f"  {line}")
     typer.echo(f"\nCtrl-C stops it ({os.getpid()}); the data stays.")

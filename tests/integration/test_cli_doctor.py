@@ -78,7 +78,9 @@ def test_no_credentials_anywhere(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
-    found = doctor("s3://bucket/x?endpoint=http://127.0.0.1:9", code=1)
+    missing = f"encryption.key_file={tmp_path / 'none'}"
+    found = doctor("s3://bucket/x?endpoint=http://127.0.0.1:9", "--set", missing, code=1)
+    assert "none cannot be read" in found["encryption"]["detail"]  # a file of this host's, whatever the store says
     assert found["credentials"]["detail"].startswith("no_credentials: ")
     assert "AWS_ACCESS_KEY_ID" in found["credentials"]["remedy"]
     assert "guarantees" not in found

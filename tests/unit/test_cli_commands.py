@@ -117,7 +117,7 @@ def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_NVME_SIZE", "16GiB")
     monkeypatch.setenv("KVTIER_SHELF_SIZE", "1GiB")
     file = tmp_path / "kvtier.toml"
-    file.write_text('[dram]\nsize = "2GiB"\n[nvme]\nsize = "4GiB"\n[tenants.acme]\nuids = [1000]\n')
+    file.write_text('[dram]\nsize = "2GiB"\n[nvme]\nsize = "4GiB"\n[tenants.acme]\nuids = [1000]\nmax_sessions = 7\n')
     asked = ["config", "show", "--config", str(file), "--set", "node.id=n1"]
     done = run(commands.app, [*asked, "--format", "json"])
     assert done.stderr.startswith("warning: KVTIER_SHELF_SIZE is no setting and is ignored; there is KVTIER_DRAM_SIZE")
@@ -134,7 +134,7 @@ def test_config_show_tells_where_each_value_came_from(tmp_path, monkeypatch):
     assert '"value":"10.0.0.0/8,fd00::/8"' in networks
     table = run(commands.app, asked).stdout
     assert "2.0 GiB" in table
-    assert "tenant acme: local users 1000" in table
+    assert "tenant acme: local users 1000; max_sessions 7" in table
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ def test_every_variable_of_compose_is_in_the_example_with_its_default():
     assert {"COMPOSE_PROFILES": "minio", "KVTIER_UID": "7878", "KVTIER_GID": "7878"} | used == given
 
 
+def test_the_scripts_help_is_its_own():
+    done = subprocess.run([ROOT / "deploy/make-secrets", "--help"], check=True, capture_output=True, text=True)
+    assert "Usage: deploy/make-secrets [FOLDER]" in done.stdout
+
+
 def test_the_script_makes_what_the_code_reads_and_changes_nothing_the_second_time(tmp_path):
     (tmp_path / ".env.example").write_text((ROOT / ".env.example").read_text())
     subprocess.run([ROOT / "deploy/make-secrets", tmp_path], check=True, capture_output=True)

@@ -72,3 +72,5 @@ def test_other_keys_and_plain_roots_are_told_apart(tmp_path, shelf):
     filled("cli-keys-3", "", shelf, who=("a",))
     run(keys.app, "ls", *bucket("cli-keys-3", path), fails=Unsupported)
     run(keys.app, "rm", "a", "--yes", *bucket("cli-keys-3", ""), fails=Unsupported)
+    refused = CliRunner().invoke(keys.app, ["ls", *bucket("cli-keys-3", "")]).exception
+    assert str(refused).startswith("memory://cli-keys-3/p is not encrypted")
