@@ -239,18 +239,36 @@ class Root:
         return None if body is None else parse_namespace(body, namespace)
 
     async def namespaces(self, tenant: str) -> list[Namespace]:
-        """All of a tenant's, by id. What is unreadable is left out: `fsck` names it."""
+        """All of a tenant's, by id. What is unreadable is left out: `fsck` names it.
+
+        Raises:
+            Unavailable: The store answers nobody, or there are some and none could be read.
+            Denied: None may be read.
+        """
         found: list[Namespace] = []
+        failed: Unavailable | Denied | None = None
+        read = False
         async for page in self.store.list(self.keys.namespaces):
             ids = [meta.key.removeprefix(self.keys.namespaces).removesuffix(".json") for meta in page]
-            found += [fields for fields in await together(self._readable, ids) if fields is not None and fields.tenant == tenant]
+            for each in await together(self._readable, ids):
+                if isinstance(each, Namespace):
+                    read = True
+                    found += [each] if each.tenant == tenant else []
+                elif each is not None:
+                    failed = each
+        if failed is not None and not read:
+            raise failed  # it is the store: nobody knows what there is
         return found
 
-    async def _readable(self, text: str) -> Namespace | None:
+    async def _readable(self, text: str) -> Namespace | Unavailable | Denied | None:
         try:
             return await self.namespace(namespace_id(text))
         except (Corrupt, Invalid):
             return None
+        except (Unavailable, Denied) as error:  # one object that stays so must not keep the others from being found
+            if error.kind == "circuit_open":
+                raise  # nothing was sent: that says nothing of this object
+            return error
 
 
 def outcome_unknown(what: str, cause: KVTierError | None = None) -> Unavailable:

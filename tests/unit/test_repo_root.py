@@ -1,5 +1,7 @@
 """What makes a bucket a root, and what makes everybody stop (R9, I10)."""
 
+from unittest.mock import AsyncMock
+
 import pytest
 
 from kvstore.clock import SeededIds, VirtualClock
@@ -138,6 +140,35 @@ async def test_namespaces_are_kept_readable_and_per_tenant():
         assert await other.namespace(tiny("c").id) is None
         with pytest.raises(Corrupt):
             await other.namespace("0" * 64)
+
+
+async def test_a_namespace_that_cannot_be_read_keeps_no_other_from_being_found():
+    mine, theirs, made = tiny("a"), tiny("b"), MemoryStore()
+    async with opened(made) as repo:
+        for namespace in (mine, theirs):
+            await repo.put_namespace(namespace)
+    store = Faults(made)
+    async with opened(store, ids=SeededIds(2)) as repo:
+        store.script.append(Fault(action="before", verb="get", key=f"*/namespaces/{theirs.id}*", times=-1))
+        assert await repo.namespaces("a") == [mine]
+        assert await repo.namespaces("b") == []
+    async with opened(store, ids=SeededIds(3)) as repo:
+        store.script.append(Fault(action="before", verb="get", key="*/namespaces/*", times=-1))
+        with pytest.raises(Unavailable):  # that is the store: it is not that there are none
+            await repo.namespaces("a")
+
+
+async def test_while_nothing_is_sent_to_the_store_it_is_not_said_that_there_are_none(monkeypatch):
+    mine, theirs, made = tiny("a"), tiny("b"), MemoryStore()
+    async with opened(made) as repo:
+        for namespace in (mine, theirs):
+            await repo.put_namespace(namespace)
+    async with opened(made, ids=SeededIds(2)) as repo:
+        assert await repo.namespace(theirs.id) == theirs
+        refused = AsyncMock(side_effect=Unavailable("the breaker is open", kind="circuit_open"))
+        monkeypatch.setattr(repo.root.store, "get", refused)
+        with pytest.raises(Unavailable):
+            await repo.namespaces("a")
 
 
 async def test_a_session_that_never_was_is_not_found():
