@@ -80,6 +80,7 @@ class Node:
         clock: Time.
         mesh: Its part in a mesh, if any.
         health: What it cannot promise just now; faces tell it what they cannot.
+        background: Keeps tasks running; faces have theirs kept by it, too.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Node:
     ) -> None:
         self.settings, self.service, self.health = settings, service, health
         self.tiers, self.registry, self.movers, self.clock, self.mesh = tiers, registry, movers, clock, mesh
-        self._background = background
+        self.background = background
 
     @classmethod
     @asynccontextmanager
@@ -193,11 +194,11 @@ class Node:
     async def joined(self, mesh: Mesh) -> AsyncIterator[None]:
         """A member of its mesh for the length of the block. Others ask it for blocks then: it listens to them before and after."""
         for name, work in mesh.background.items():
-            self._background.run(name, work)
+            self.background.run(name, work)
         try:
             yield
         finally:
-            await self._background.stop(mesh.background)
+            await self.background.stop(mesh.background)
             await mesh.leave()
 
 

@@ -95,6 +95,7 @@ async def run_node(settings: Settings, announce: Callable[[Ready], None]) -> Non
                     auth=settings.auth,
                     tls=settings.tls,
                     clock=node.clock,
+                    background=node.background,
                 )
             )
             node.health.ask("access", server.wrong)

@@ -36,6 +36,7 @@ from kvstore.server.visitors import Visitors
 from kvstore.service.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
+_KEEPING: Final = "tokens"
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -66,6 +67,7 @@ class HttpServer:
         auth: AuthSettings | None = None,
         tls: TlsSettings | None = None,
         clock: Clock | None = None,
+        background: Supervisor | None = None,
     ) -> AsyncIterator[Self]:
         """Listen until the end of the block; then answer what was accepted, within `limits.drain`.
 
@@ -77,6 +79,7 @@ class HttpServer:
             auth: Who may come; by default whoever is on this host.
             tls: Certificates; by default none.
             clock: Tokens expire by it; the system's by default.
+            background: Keeps what it does besides answering going, and counts its failures; its own by default.
 
         Raises:
             Invalid: Others reach the address, and `auth` and `tls` do not say who may come and how; or a file of theirs is not fit.
@@ -86,7 +89,7 @@ class HttpServer:
         auth, tls = auth or AuthSettings(), tls or TlsSettings()
         check_exposed(host, port, auth, tls, field="node.listen")
         clock = clock or SystemClock()
-        context, who, background = server_context(tls), door(auth, clock), Supervisor(clock, RandomIds())
+        context, who, background = server_context(tls), door(auth, clock), background or Supervisor(clock, RandomIds())
         in_flight, visitors = InFlight(), Visitors(limits)
         # Where nobody shows a token, a page in this host's browser could ask for whoever sits there.
         bound = host if not auth.tokens_file and is_loopback(host) else ""
@@ -95,14 +98,14 @@ class HttpServer:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=float(limits.drain), handler_cancellation=True)
         await runner.setup()
         try:
-            background.run("tokens", who.keep)
+            background.run(_KEEPING, who.keep)
             async with _listening(runner, visitors, host, port, limits, context) as listener, _renewing(context, tls):
                 taken = listener.sockets[0].getsockname()[1]
                 scheme = "http" if context is None else "https"
                 yield cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}", listener, who)
         finally:
             in_flight.stop()
-            await background.aclose()
+            await background.stop([_KEEPING])
             await runner.cleanup()
             await in_flight.drain(limits.drain)
 

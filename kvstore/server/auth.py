@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -16,7 +17,7 @@ from kvstore.access import Access, Need, unauthenticated
 from kvstore.config import AuthSettings, TlsSettings, is_loopback
 from kvstore.errors import Denied, Invalid, KVTierError
 from kvstore.server.keyring import Door
-from kvstore.server.observe import Observe
+from kvstore.server.observe import Observe, observed
 from kvstore.server.problems import Handler
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,6 +25,8 @@ ACCESS: Final = web.RequestKey("ACCESS", Access)
 _NEEDS: Final = "kvtier_needs"
 _FINISHES: Final = "kvtier_finishes"
 _BEGUN: Final = web.RequestKey("kvtier.begun", bool)
+_END: Final = web.RequestKey("kvtier.end", asyncio.Timeout)
+_COUNTED: Final = web.RequestKey("kvtier.counted", bool)
 
 
 def needs(need: Need, *, finishes: bool = False) -> Callable[[F], F]:
@@ -70,7 +73,7 @@ def authenticated(who: Door, observe: Observe) -> Middleware:
             raise
         if getattr(match.handler, _FINISHES, False):
             return await handler(request)
-        end = asyncio.timeout(None)
+        request[_END] = end = asyncio.timeout(None)
         try:
             async with end:
                 with who.ending(access, end):
@@ -78,12 +81,19 @@ def authenticated(who: Door, observe: Observe) -> Middleware:
         except TimeoutError:
             if not end.expired():  # the handler's own
                 raise
-        observe(match.route.name or "other", "unauthenticated", 0.0)
+        if _COUNTED not in request:
+            observe(match.route.name or "other", "unauthenticated", 0.0)
         if _BEGUN in request and request.transport is not None:
             request.transport.abort()  # nothing can be said any more, but that this is not the end
         raise unauthenticated("the access token expired or was revoked while it was answered")
 
     return check
+
+
+def counted(observe: Observe, op: str, request: web.Request) -> AbstractContextManager[None]:
+    """`observed`, of a request: one whose token ended is told of here, once, and as what it was."""
+    request[_COUNTED] = True
+    return observed(observe, op, request.get(_END))
 
 
 async def begun(request: web.Request, _: web.StreamResponse) -> None:

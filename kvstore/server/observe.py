@@ -23,8 +23,8 @@ def unobserved(op: str, outcome: str, seconds: float) -> None:
 
 
 @contextmanager
-def observed(observe: Observe, op: str) -> Iterator[None]:
-    """Times what happens inside, and tells how it ended."""
+def observed(observe: Observe, op: str, end: asyncio.Timeout | None = None) -> Iterator[None]:
+    """Times what happens inside, and tells how it ended. `end` comes when the caller's token is valid no more."""
     clock = asyncio.get_running_loop().time
     begun, outcome = clock(), "internal"
     try:
@@ -34,7 +34,7 @@ def observed(observe: Observe, op: str) -> Iterator[None]:
         outcome = error.kind
         raise
     except asyncio.CancelledError:
-        outcome = "cancelled"
+        outcome = "unauthenticated" if end is not None and end.expired() else "cancelled"
         raise
     finally:
         observe(op, outcome, clock() - begun)

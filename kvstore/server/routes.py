@@ -13,10 +13,10 @@ from aiohttp import web
 from kvstore import api
 from kvstore.errors import Invalid
 from kvstore.server.acting import act
-from kvstore.server.auth import access_of, needs
+from kvstore.server.auth import access_of, counted, needs
 from kvstore.server.inflight import READS, InFlight
 from kvstore.server.limits import Limits
-from kvstore.server.observe import Observe, observed
+from kvstore.server.observe import Observe
 from kvstore.server.ports import Service
 from kvstore.server.problems import Handler
 
@@ -43,7 +43,7 @@ def _handler(call: api.Call, service: Service, in_flight: InFlight, limits: Limi
 
     @needs(call.scope, finishes=call.name not in READS)  # what a change does must not depend on when it is looked at
     async def handle(request: web.Request) -> web.Response:
-        with observed(observe, call.name):
+        with counted(observe, call.name, request):
             fields = await _fields(request, types, call.name, float(limits.upload))
             answer = await in_flight.run(call.name, act(service, access_of(request), call, _convert(fields, call)))
         unready = isinstance(answer, api.Health) and not answer.ok

@@ -15,10 +15,10 @@ from blake3 import blake3
 from kvstore import api, codec
 from kvstore.errors import Corrupt, Invalid, NotFound
 from kvstore.ids import Link, Shard, namespace_id, prefix_id
-from kvstore.server.auth import access_of, needs
+from kvstore.server.auth import access_of, counted, needs
 from kvstore.server.inflight import InFlight
 from kvstore.server.limits import Limits, check_deadline
-from kvstore.server.observe import Observe, observed
+from kvstore.server.observe import Observe
 from kvstore.server.ports import Room, Service
 from kvstore.server.problems import problem_response
 from kvstore.server.routes import pattern
@@ -64,7 +64,7 @@ class Blocks:
         asked = _asked(request)
         name = _name(request, asked.tokens)
         tenant = access_of(request).tenant
-        with observed(self._observe, "get"):
+        with counted(self._observe, "get", request):
             self._service.admit(tenant)
             leases, miss = await self._in_flight.read(
                 self._service.plane.get(
@@ -114,7 +114,7 @@ class Blocks:
         asked = _asked(request)
         name = _name(request, asked.tokens)
         plane, tenant = self._service.plane, access_of(request).tenant
-        with observed(self._observe, "put"):
+        with counted(self._observe, "put", request):
             self._service.admit(tenant)
             size = await plane.payload_bytes(tenant, name.namespace, name.shard, name.link.tokens)
             if request.content_length not in {None, size}:

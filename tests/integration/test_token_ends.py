@@ -16,6 +16,7 @@ from kvstore.access import SCOPES, Tokens, new_token
 from kvstore.clock import RandomIds
 from kvstore.config import AuthSettings
 from kvstore.server.app import HttpServer
+from kvstore.server.metrics import Metrics
 from tests.integration.gateway_fleet import CHAT, open_fleet
 
 NS = namespace()
@@ -24,12 +25,24 @@ BLOCK = f"/v1/blocks/{NS.id}/{SHARD}/{LINK.prefix_id}?tokens=16"
 NOBODY = {"Authorization": f"Bearer kvt_{'0' * 16}_{'0' * 64}"}  # whose token is not known: for it the file is looked at
 
 
+class Counts(Metrics):
+    """What was told of requests."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def observe(self, op, outcome, seconds):
+        self.told.append((op, outcome))
+        super().observe(op, outcome, seconds)
+
+
 class Guarded:
     """A node that asks for one token, `text`, and what the clock says meanwhile."""
 
-    def __init__(self, service, url, http, file, clock, text, made):
+    def __init__(self, service, url, http, file, clock, text, made, counts):
         self.service, self.url, self.http, self.file, self.clock = service, url, http, file, clock
-        self.text, self.made, self.restore_id = text, made, ""
+        self.text, self.made, self.counts, self.restore_id = text, made, counts, ""
 
     def get(self, path, **how):
         return self.http.get(URL(self.url + path, encoded=True), **how)
@@ -45,18 +58,18 @@ class Guarded:
 
 @pytest.fixture
 async def guarded(tmp_path, monkeypatch):
-    clock, file = HandClock(), tmp_path / "tokens.toml"
+    clock, file, counts = HandClock(), tmp_path / "tokens.toml", Counts()
     text, token_id, made = new_token(RandomIds(), "default", SCOPES, datetime.fromtimestamp(clock.now() + 5, UTC))
     file.write_text(Tokens({token_id: made}).text())
     monkeypatch.setenv("KVTIER_TOKEN", text)
     async with (
         fake_service() as service,
-        HttpServer.open(service, "127.0.0.1:0", auth=AuthSettings(tokens_file=str(file)), clock=clock) as server,
+        HttpServer.open(service, "127.0.0.1:0", metrics=counts, auth=AuthSettings(tokens_file=str(file)), clock=clock) as server,
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {text}"}) as http,
     ):
         async with kvstore.open(server.url.replace("http", "kvtier")) as kv:
             await kv.put(NS, SHARD, [LINK], filler([LINK]))
-        found = Guarded(service, server.url, http, file, clock, text, made)
+        found = Guarded(service, server.url, http, file, clock, text, made, counts)
         found.restore_id = (await service.restore("default", api.Restore(id="s"))).restore_id
         yield found
 
@@ -68,11 +81,12 @@ async def test_a_stream_of_events_ends_with_its_token(guarded, how):
         await getattr(guarded, how)()
         with pytest.raises(aiohttp.ClientError):  # it broke off: this is no end of the restore
             await asyncio.wait_for(answer.content.read(), 20)
+    assert [each for each in guarded.counts.told if each[1] != "ok"] == [("restore_events", "unauthenticated")]
 
 
 @pytest.mark.parametrize("how", ["expire", "revoke"])
-@pytest.mark.parametrize("path", [BLOCK, "/v1/restores/{}?wait_ms=60000"])
-async def test_a_read_that_waits_is_refused_when_its_token_ends(guarded, path, how):
+@pytest.mark.parametrize(("path", "op"), [(BLOCK, "get"), ("/v1/restores/{}?wait_ms=60000", "get_restore")])
+async def test_a_read_that_waits_is_refused_when_its_token_ends(guarded, path, op, how):
     guarded.service.plane.gate = asyncio.Event()
     waiting = asyncio.create_task(guarded.get(path.format(guarded.restore_id)).__aenter__())
     await until(lambda: guarded.service.plane.waiting or guarded.service.calls[-1][1] == "get_restore")
@@ -83,6 +97,7 @@ async def test_a_read_that_waits_is_refused_when_its_token_ends(guarded, path, h
     assert (answer.status, problem["kind"]) == (401, "unauthenticated")
     assert guarded.text not in str(problem)
     assert not guarded.service.plane.waiting
+    assert [each for each in guarded.counts.told if each[1] != "ok"] == [(op, "unauthenticated")]  # once
 
 
 async def test_a_change_is_finished_though_its_token_ends(guarded):
