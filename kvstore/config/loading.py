@@ -6,6 +6,7 @@ This module parses; reading files and the environment is done by the caller, who
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final, get_type_hints
@@ -22,6 +23,8 @@ from kvstore.keys import check_id
 from kvstore.toml_text import parse_toml
 
 _CLOSE: Final = 0.85
+_OF_SERVICE: Final = re.compile(r"KVTIER_\w+_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
+_LINKS: Final = "if Kubernetes made it of a Service's name: set enableServiceLinks: false in the pod"
 _OTHERS: Final = frozenset({  # what else of ours is read from the environment
     "KVTIER_URL", "KVTIER_GATEWAY", "KVTIER_TOKEN", "KVTIER_TOKEN_FILE", "KVTIER_DIRECTORY_USER", "KVTIER_DIRECTORY_PASSWORD",
     "KVTIER_DIRECTORY_PASSWORD_FILE", "KVTIER_SESSION_HEADER", "KVTIER_CACHE",
@@ -67,7 +70,8 @@ def load(
         if kind is None:
             raise Invalid(f"{source}: unknown section [{section}]; known: {', '.join(SECTIONS)}")
         if field not in kind.__struct_fields__:
-            raise Invalid(f"{source}: unknown setting {section}.{field}; known: {', '.join(kind.__struct_fields__)}")
+            remedy = _LINKS if _OF_SERVICE.fullmatch(source) else ""
+            raise Invalid(f"{source}: unknown setting {section}.{field}; known: {', '.join(kind.__struct_fields__)}", remedy=remedy)
         values[section][field] = convert(get_type_hints(kind)[field], value, f"{section}.{field} ({source})")
         origin[f"{section}.{field}"] = source
 
@@ -94,7 +98,8 @@ def _mistaken(variable: str) -> str:
     known = {f"KVTIER_{name}_{each}".upper(): each for name, kind in SECTIONS.items() for each in kind.__struct_fields__}
     meant = [name for name, each in known.items() if each in {field, section if not field else f"{section}_{field}"}]
     meant = meant or get_close_matches(variable, known, cutoff=_CLOSE)
-    return f"{variable} is no setting and is ignored; there is {', '.join(meant)}" if meant else ""
+    whose = " for a node; a gateway reads gateway.toml and flags, no variables" if section == "gateway" else ""
+    return f"{variable} is no setting and is ignored; there is {', '.join(meant)}{whose}" if meant else ""
 
 
 def _from_toml(text: str, name: str, put: Any) -> dict[str, Tenant]:

@@ -104,3 +104,10 @@ def test_the_pods_have_memory_for_the_settings_that_they_get():
             assert container["securityContext"]["readOnlyRootFilesystem"], name
             assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"], name
             assert {"livenessProbe", "readinessProbe"} <= set(container), name
+
+
+def test_services_names_do_not_become_settings():
+    pods = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in MANIFESTS if "template" in one.get("spec", {})}
+    assert {name: pod.get("enableServiceLinks") for name, pod in pods.items()} == dict.fromkeys(
+        ("node", "valkey", "gateway"), False
+    )

@@ -129,6 +129,23 @@ def test_a_variable_that_was_meant_as_a_setting_is_told_of(variable, meant):
     assert all(name in said for name in meant)
 
 
+def test_a_variable_that_was_meant_for_a_gateway_is_not_said_to_be_one_of_a_node_only():
+    assert "a gateway reads gateway.toml" in load(env={"KVTIER_GATEWAY_LISTEN": "x"}).ignored[0]
+    assert "gateway" not in load(env={"KVTIER_LISTEN": "x"}).ignored[0]
+
+
+@pytest.mark.parametrize(
+    "ending", ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_7878_TCP", "PORT_7878_TCP_ADDR"]
+)
+def test_what_kubernetes_makes_of_a_service_called_kvtier_node_is_told_how_to_be_rid_of(ending):
+    with pytest.raises(Invalid, match="unknown setting") as caught:
+        load(env={f"KVTIER_NODE_{ending}": "tcp://10.0.0.1:7878"})
+    assert "enableServiceLinks" in caught.value.remedy
+    with pytest.raises(Invalid, match="unknown setting") as caught:
+        load(env={"KVTIER_NODE_LISTN": "x"})
+    assert "enableServiceLinks" not in caught.value.remedy
+
+
 def test_variables_of_other_purposes_are_nobodys_business():
     """What ours read besides settings, what scripts read, and what Kubernetes makes of a service called kvtier."""
     ours = {name for path in Path(kvstore.__file__).parent.rglob("*.py") for name in VARIABLE.findall(path.read_text())}
