@@ -497,9 +497,10 @@ def test_nothing_is_asked_while_nobody_looks(page):
         page.evaluate(hide, False)
 
 
-def tokens(folder, first, second, expires=None):
-    """Settings with a file of tokens, and one for each of two lists of scopes; the first expires."""
-    path, made = folder / "tokens.toml", [new_token(RandomIds(), "default", *each) for each in ((first, expires), (second,))]
+def tokens(folder, first, *others, expires=None):
+    """Settings with a file of tokens, and one for each list of scopes; the first expires."""
+    path, lists = folder / "tokens.toml", ((first, expires), *((each,) for each in others))
+    made = [new_token(RandomIds(), "default", *each) for each in lists]
     path.write_text(Tokens({number: token for _, number, token in made}).text())
     path.chmod(0o600)
     return AuthSettings(tokens_file=str(path)), *(text for text, _, _ in made)
@@ -561,9 +562,10 @@ def test_a_gateway_shows_where_requests_went_and_why(browser, loop):
 
 def test_a_token_that_expires_is_asked_for_again_and_sessions_go_on(browser, node, loop, tmp_path):
     clock = LaterClock()
-    auth, first, second = tokens(tmp_path, ["read"], ["read"], datetime.fromtimestamp(clock.now() + 3600, UTC))
+    end = datetime.fromtimestamp(clock.now() + 3600, UTC)
+    auth, first, second, writer = tokens(tmp_path, ["read"], ["read"], ["write"], expires=end)
     server = loop.enter(HttpServer.open(node.service, "127.0.0.1:0", auth=auth, clock=clock))
-    with looking(browser, server.url, expected="status of 401") as page:
+    with looking(browser, server.url, expected=r"status of 40[13]") as page:
         page.get_by_role("dialog").get_by_label("Token").fill(first)
         page.keyboard.press("Enter")
         detail = show(page, "chat-2042")
@@ -574,7 +576,14 @@ def test_a_token_that_expires_is_asked_for_again_and_sessions_go_on(browser, nod
         dialog.get_by_role("button", name="Cancel").click()
         sync_api.expect(page.locator("#state")).to_have_text("Token needed")
         sync_api.expect(detail.locator(".tree")).to_contain_text("v1")  # what it said last stays
+        sync_api.expect(page.locator(".list tbody tr").first).to_be_visible()
         page.get_by_role("button", name="Enter a token").click()
+        dialog.get_by_label("Token").fill(writer)  # another's, perhaps
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".list [role=status]")).to_contain_text("scope 'read'")
+        sync_api.expect(page.locator(".list tbody tr")).to_have_count(0)
+        sync_api.expect(detail.locator(".tree")).to_be_hidden()
+        page.get_by_role("button", name="Enter another token").click()
         dialog.get_by_label("Token").fill(second)
         page.keyboard.press("Enter")
         sync_api.expect(page.locator("#state")).to_have_text("Ready")

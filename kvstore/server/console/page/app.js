@@ -148,8 +148,9 @@ async function signIn(event) {
   signingIn = false;
   if (given === null) return;
   token.set(given);
+  for (const view of views.values()) view.forget?.(); // another token may be another tenant's
   await ask();
-  for (const view of views.values()) view.again?.(); // another token may be another tenant's
+  for (const view of views.values()) view.again?.();
 }
 refused.addEventListener("refused", signIn);
 at("leave").addEventListener("click", () => {

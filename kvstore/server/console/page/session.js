@@ -49,6 +49,13 @@ export class SessionPanel {
     await this.refresh();
   }
 
+  /** What is shown of it is hidden until it is read again, by another token. */
+  forget() {
+    this.session &&= { ...this.session }; // what is under way was asked for before
+    this.body.hidden = true;
+    text(this.said, "");
+  }
+
   async refresh() {
     const wanted = this.session;
     if (!wanted) return;

@@ -54,6 +54,15 @@ export class SessionsView {
     return this.read?.prefix === "" && !this.cursor;
   }
 
+  /** Nothing of what is shown stays: it is another tenant's, perhaps. */
+  forget() {
+    this.asked += 1; // what is under way was asked for before
+    this.#empty();
+    this.more.hidden = true;
+    text(this.said, "");
+    this.panel.forget();
+  }
+
   /** List and session again: somebody asked for it, or gave another token. */
   again() {
     this.lost = null;
@@ -116,17 +125,19 @@ export class SessionsView {
       if (asked !== this.asked) return;
       this.missed(problem);
       const kept = this.read && this.read.prefix === this.prefix; // else it would pass for what was searched
-      if (!kept) {
-        this.read = null;
-        this.cursor = "";
-        this.table.show((this.sessions = []));
-        this.table.note.hidden = true;
-      }
+      if (!kept) this.#empty();
       this.more.hidden = !kept || !this.cursor;
       text(this.said, [kept ? `Not read: ${problem.message}` : problem.message, problem.remedy, kept && `What is shown is of ${this.read.at}.`].filter(Boolean).join(". "));
     } finally {
       if (asked === this.asked) this.table.element.removeAttribute("aria-busy");
     }
+  }
+
+  #empty() {
+    this.read = null;
+    this.cursor = "";
+    this.table.show((this.sessions = []));
+    this.table.note.hidden = true;
   }
 
   #link(session, before) {
