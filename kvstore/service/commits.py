@@ -42,8 +42,8 @@ class Local(Protocol):
         """The protocol's commit."""
         ...
 
-    async def secure(self, tenant: str, request: api.Commit) -> bool:
-        """Make its blocks outlive a kill -9."""
+    async def secure(self, tenant: str, request: api.Commit, *, promised: bool = False) -> bool:
+        """Make its blocks outlive a kill -9. Raises `Overloaded` where they are too many, unless it was promised before."""
         ...
 
     def learn(self, fields: Namespace) -> None:
@@ -95,7 +95,7 @@ class Commits:
         Raises:
             Conflict: Somebody else moved the session.
             Gone: The session that it was built on is no more, or never came to be.
-            Overloaded: Too many commits wait for the store.
+            Overloaded: Too many commits wait for the store, or hold too much of a disk that tenants share.
             Unavailable: Kind `promise_pending`: it was built on what another node has promised and, it seems, not yet made.
             Unsupported: `nvme` without a disk tier.
         """
@@ -310,7 +310,7 @@ class Commits:
                 lines[session].intents.append(intent)
                 self._count(intent, 1)
             for intent in found:
-                await self._local.secure(intent.tenant, intent.request)
+                await self._local.secure(intent.tenant, intent.request, promised=True)
             for line in lines.values():
                 self._start(line)
         return len(found)

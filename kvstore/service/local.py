@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -11,6 +12,7 @@ from kvstore.ids import BlockName, Namespace, Shard
 from kvstore.repo import Proposal, want
 from kvstore.repo.slices import sliced
 from kvstore.service.bucket import Bucket
+from kvstore.service.parts import Parts
 from kvstore.service.plane import Plane
 from kvstore.service.registry import Registry
 from kvstore.service.wants import block_wants
@@ -28,6 +30,7 @@ class LocalCommits:
 
     def __init__(self, plane: Plane, registry: Registry, bucket: Bucket, disk: DiskTier | None) -> None:
         self._plane, self._registry, self._bucket, self._disk = plane, registry, bucket, disk
+        self._parts = Parts(disk.limit // plane.tenants) if disk is not None and plane.tenants > 1 else None
 
     async def fields(self, tenant: str, namespace: str) -> Namespace:
         """A namespace's. Raises `NotFound`."""
@@ -65,14 +68,19 @@ class LocalCommits:
         )
         return await self._bucket.repo.commit(tenant, request.id, request.lane, proposal, source)
 
-    async def secure(self, tenant: str, request: api.Commit) -> bool:
+    async def secure(self, tenant: str, request: api.Commit, *, promised: bool = False) -> bool:
         """Make the blocks of a commit outlive a kill -9, and protect them from eviction until `release`.
 
-        What is on no local tier must be in the bucket already: an earlier version's blocks usually are.
+        What is on no local tier must be in the bucket already: an earlier version's blocks usually are. Raises `Overloaded` where
+        tenants share the disk and this one's commits would hold more than an even part of it, unless it was `promised` before.
         """
         assert self._disk is not None
         wants = await self._wants(tenant, request)
         keys = [one.key for one in wants]
+        if self._parts is not None:
+            if not promised:
+                self._parts.refuse(tenant, wants)
+            self._parts.take(tenant, wants)
         self._disk.hold(keys)
         kept = False
         try:
@@ -81,13 +89,18 @@ class LocalCommits:
             kept = not elsewhere or await self._bucket.contains(elsewhere) == len(elsewhere)
         finally:
             if not kept:
-                self._disk.release(keys)
+                self._let_go(tenant, wants)
         return kept
 
     async def release(self, tenant: str, request: api.Commit) -> None:
         """Let the blocks of a commit be evicted again."""
+        self._let_go(tenant, await self._wants(tenant, request))
+
+    def _let_go(self, tenant: str, wants: Sequence[Want]) -> None:
         assert self._disk is not None
-        self._disk.release([one.key for one in await self._wants(tenant, request)])
+        self._disk.release([one.key for one in wants])
+        if self._parts is not None:
+            self._parts.give(tenant, wants)
 
     async def _wants(self, tenant: str, request: api.Commit) -> list[Want]:
         fields = await self._registry.held(tenant, request.namespace)

@@ -165,6 +165,11 @@ class Plane:
         """Runs a function on the mover threads, to its real end also when the caller is cancelled."""
         return self._movers.run
 
+    @property
+    def tenants(self) -> int:
+        """How many share this node."""
+        return len(self._tiers)
+
     def tiers(self, tenant: str) -> TenantTiers:
         """A tenant's tiers. Raises `Denied` where the node does not serve it."""
         found = self._tiers.get(tenant)

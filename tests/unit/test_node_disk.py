@@ -13,10 +13,10 @@ from fakes.kv import links_of, namespace, publish
 
 from kvstore import api
 from kvstore.config import Tenant, load
-from kvstore.errors import Invalid
+from kvstore.errors import Invalid, Overloaded
 from kvstore.ids import Shard
 from kvstore.node import Node
-from kvstore.objects import MemoryStore
+from kvstore.objects import Fault, Faults, MemoryStore
 from kvstore.service.wants import block_wants
 from tiering import SECOND_SIGHT_KEYS
 
@@ -115,6 +115,37 @@ async def test_a_flood_of_one_tenant_leaves_another_its_part_of_the_disk(tmp_pat
             there[tenant] = lambda keys=keys, disk=stack.disk: sum(disk.contains_many(keys))
         assert there["small"]() == 8
         assert 40 < there["flood"]() < 120
+
+
+async def test_what_one_was_promised_while_the_bucket_is_away_leaves_another_its_part_of_the_disk(tmp_path):
+    flags = {"dram.size": "8MiB", "node.listen": "", "nvme.path": str(tmp_path / "nvme"), "nvme.size": "1MiB", "limits.drain": "0s"}
+    settings = msgspec.structs.replace(load(flags=flags).settings, tenants={"flood": Tenant(), "small": Tenant()})
+    away = Faults(MemoryStore())
+
+    async def promise(service, tenant, name, blocks):
+        fields = namespace(tenant=tenant)
+        await service.call(tenant, "put_namespace", api.PutNamespace(namespace=fields.id, fields=fields))
+        links = links_of(fields, 16 * blocks, first=100_000 * ord(name))
+        assert all(await publish(service, tenant, fields, links))
+        request = api.Commit(id=name, namespace=fields.id, base_version=0, blocks=links, durability="nvme")
+        await service.call(tenant, "commit", request)
+
+    async with Node.open(settings, store=away) as opened:
+        away.script += [Fault(action="before", verb="put", times=100_000)]
+        await promise(opened.service, "flood", "a", 25)  # of the 42 in its part
+        with pytest.raises(Overloaded, match="an even part"):
+            await promise(opened.service, "flood", "b", 18)
+        await promise(opened.service, "flood", "c", 15)
+        await promise(opened.service, "small", "d", 20)
+    away.script.clear()
+    settings = msgspec.structs.replace(settings, tenants=settings.tenants | {"new": Tenant()})
+    async with Node.open(settings, store=away) as opened:  # what was promised is kept, though a part is less now
+        for _ in range(2000):
+            counts = (await opened.service.call("flood", "stats", api.Nothing())).commits
+            if counts.get("ok") == 3 and not counts["pending"]:
+                break
+            await asyncio.sleep(0.01)
+        await promise(opened.service, "flood", "b", 18)
 
 
 async def test_what_a_node_remembers_of_blocks_it_did_not_write_does_not_grow_with_its_tenants(tmp_path):

@@ -57,7 +57,7 @@ class Bucket:
     def learn(self, fields):
         pass
 
-    async def secure(self, tenant, request):
+    async def secure(self, tenant, request, *, promised=False):
         self.held += 1
         await asyncio.sleep(0)
         return True

@@ -73,7 +73,7 @@ class Local:
         body = self._shelf.held.get(name) or self._node.disk.blocks.get(name)
         return None if body is None else self._shelf.lease(name, body)
 
-    async def secure(self, tenant, request):
+    async def secure(self, tenant, request, *, promised=False):
         wanted = {link.prefix_id for link in request.blocks}
         found = {name: body for name, body in self._shelf.held.items() if name.prefix_id in wanted}
         self._node.disk.blocks.update(found)
