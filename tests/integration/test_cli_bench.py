@@ -97,7 +97,8 @@ async def test_a_store_that_ignores_conditions_is_told_apart():
     assert "condition is ignored" in line.error
 
 
-async def test_a_store_in_memory_is_measured_and_empty_afterwards():
+async def test_a_store_in_memory_is_measured_and_empty_afterwards(monkeypatch):
+    monkeypatch.setattr(bucket, "_LATE", 300.0)  # no request hangs here; the machine may have other things to do
     settings = Settings()
     settings = msgspec.structs.replace(settings, store=msgspec.structs.replace(settings.store, url="memory://bench"))
     ask = Ask(size=4 * MIB, block=MIB, object=MIB, seconds=1.0)
