@@ -14,7 +14,7 @@ def test_an_example_finds_the_last_turn_again(name):
     pytest.importorskip("httpx")
     for _ in range(3):
         run = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True, check=True, timeout=110)
-        if "has answered" not in run.stderr:  # on a busy machine the store may not be open in the quarter of a second an engine waits
+        if "has answered" not in run.stderr:  # a busy machine may not open the store while an engine waits
             break
     said = [line for line in run.stdout.splitlines() if "tokens were known" in line]
     assert said[0].startswith("0 of ")
