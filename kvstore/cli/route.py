@@ -53,7 +53,7 @@ def route(
 
 
 def _ask(url: str, asked: RouteAsked) -> Routes:
-    import urllib.error  # noqa: PLC0415  with the other
+    import urllib.error  # noqa: PLC0415  for the request below
     import urllib.request  # noqa: PLC0415  one request of one command
 
     if not url.startswith(("http://", "https://")):
@@ -74,7 +74,7 @@ def _ask(url: str, asked: RouteAsked) -> Routes:
 
 
 def _unreached(url: str, error: object) -> Unavailable:
-    import ssl  # noqa: PLC0415  with the others
+    import ssl  # noqa: PLC0415  only a failure needs it, and it takes long to import
 
     why = getattr(error, "strerror", None) or error
     if isinstance(error, ssl.SSLCertVerificationError):

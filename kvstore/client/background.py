@@ -52,7 +52,7 @@ class Background:
         try:
             self._birth.check()
             if threading.current_thread() is self._thread:
-                raise Invalid("a SyncClient cannot be used on its own loop's thread: use the async Client there")  # noqa: TRY301
+                raise Invalid("a SyncClient cannot be used on its own loop's thread: use the async Client there")  # noqa: TRY301  as below
             with self._submitting:
                 if self._closed or not self._stop.alive:  # the latter: the interpreter ends
                     raise Closed("this client is closed")  # noqa: TRY301  the coroutine below is closed in every case

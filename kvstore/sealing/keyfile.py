@@ -152,7 +152,7 @@ class MasterKeys:
         try:
             found = MasterKeys.read(self.source)
             if any(self.by_id.get(key.id, key) != key for key in found.by_id.values()):
-                raise Invalid(f"[encryption] key_file {self.source} has another key by a known id")  # noqa: TRY301  as an unreadable file
+                raise Invalid(f"[encryption] key_file {self.source} has another key by a known id")  # noqa: TRY301  told below, as a bad file is
         except Invalid as error:
             if error.message != self._wrong:  # said once, not for every read
                 log.warning("%s; the master keys read before stay", error.message)
